@@ -5,8 +5,9 @@ from dtensor_sample.functional import sample
 from dtensor_sample.layout import replicated, vocab_sharded
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import BatchedParams, SamplingParams
-from dtensor_sample.plan import BatchSharder, ShardPlan
+from dtensor_sample.plan import ShardPlan
 from dtensor_sample.sampler import Sampler
+from dtensor_sample.sharder import BatchSharder
 from dtensor_sample.state import SamplingState
 
 __all__ = [

@@ -149,6 +149,11 @@ class Filters(NamedTuple):
     top_k: bool
     top_p: bool
 
+    @property
+    def coarse(self) -> "Filters":
+        """All or none: at most two variants to compile."""
+        return Filters(*[any(self)] * len(self))
+
 
 def filters_of(params: Sequence[SamplingParams]) -> Filters:
     """The filters that at least one of `params` needs (min-p costs nothing and is always on)."""

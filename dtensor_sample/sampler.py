@@ -1,15 +1,10 @@
-"""Sampling one token a row: the whole flow.
-
-place -> peak -> threshold -> mass -> pick -> settle. `draw` is written once against reductions over the
-segments of a vocabulary; where those segments lie is the exchange's business.
-"""
+"""Sampling one token a row: the whole flow, written once for every place the vocabulary may lie."""
 
 import torch
 from torch import Tensor
 
 from dtensor_sample import ops
 from dtensor_sample.exchange import Exchange, Logits
-from dtensor_sample.layout import layout_of
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.plan import ShardPlan
@@ -19,24 +14,18 @@ from dtensor_sample.threshold import threshold
 
 
 def draw(
-    logits: Logits,
-    params_table: Tensor,
-    position_R: Tensor,
-    filters: Filters,
-    exchange: Exchange,
-    vocab_size: int,
+    logits: Logits, table_RC: Tensor, position_R: Tensor, filters: Filters, exchange: Exchange, V: int
 ) -> Tensor:
     """[R, 3] int64: token id (-1: none is left, or it lies on another rank), NaN logits, failed."""
-    params = RowParams.unpack(params_table)
-    peaks_RP, nans_RP = exchange.segments(ops.peak(*logits, vocab_size)).unbind(2)
+    params = RowParams.unpack(table_RC)
+    peaks_RP, nans_RP = exchange.segments(ops.peak(*logits, V)).unbind(2)
     peak_R, argmax_R = ops.unpack_peak(peaks_RP.amax(1))
-    floor_R = threshold(logits, peak_R, params, filters, exchange, vocab_size)
+    floor_R = threshold(logits, peak_R, params, filters, exchange, V)
     weighed = (*logits, peak_R, floor_R, params.scale)
-    mass_RP = exchange.segments(ops.mass(*weighed, vocab_size))
+    mass_RP = exchange.segments(ops.mass(*weighed, V))
     start_RS = exchange.own_segments(mass_RP.cumsum(1) - mass_RP)
-    first_R = torch.zeros_like(position_R)
-    uniform_R = ops.uniform(params.seed, position_R.clamp(min=0), first_R, TARGET)
-    picked_R = ops.pick(*weighed, start_RS, scaled(uniform_R, mass_RP.sum(1)), vocab_size)
+    uniform_R = ops.uniform(params.seed, position_R, torch.zeros_like(position_R), TARGET)
+    picked_R = ops.pick(*weighed, start_RS, scaled(uniform_R, mass_RP.sum(1)), V)
     token_R = torch.where(params.greedy, argmax_R, picked_R)
     return torch.stack([token_R, nans_RP.sum(1), (argmax_R < 0).to(torch.int64)], 1)
 
@@ -45,8 +34,8 @@ class Sampler:
     """Draws one token for each request of a plan; `compile` runs `draw` under torch.compile."""
 
     def __init__(self, state: SamplingState, *, compile: bool = False) -> None:
-        self.state = state
-        self._draw = torch.compile(draw, fullgraph=True) if compile else draw
+        self.state, self.compiled = state, compile
+        self._draw = torch.compile(draw, fullgraph=True, dynamic=True) if compile else draw
 
     def __call__(self, logits: Tensor, plan: ShardPlan) -> SamplerOutput:
         """Tokens of `plan.select`ed rows' logits; every rank of the axis must call this."""
@@ -58,8 +47,9 @@ class Sampler:
 
     def draw(self, rows: Logits, plan: ShardPlan) -> Tensor:
         """The second: see `draw`."""
-        params_table, V = self.state.params_table[plan.row_slots], self.state.vocab_size
-        return self._draw(rows, params_table, plan.row_positions(), plan.filters, plan.exchange, V)
+        filters = plan.filters.coarse if self.compiled else plan.filters
+        table_RC, V = self.state.params_table[plan.row_slots], self.state.vocab_size
+        return self._draw(rows, table_RC, plan.row_positions(), filters, plan.exchange, V)
 
     def gather(self, drawn_RW: Tensor, plan: ShardPlan) -> SamplerOutput:
         """The third: results to every rank, in batch order; positions advance."""

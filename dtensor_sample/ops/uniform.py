@@ -13,13 +13,14 @@ def uniform(seed_R: Tensor, position_R: Tensor, offset_R: Tensor, stream: int) -
 
     Args:
         seed_R: [R] int64, the 64 bits of each row's seed.
-        position_R: [R] int64, >= 0: the emitted token's place in its own sequence.
+        position_R: [R] int64: the emitted token's place in its own sequence; below 0 counts as 0.
         offset_R: [R] int64 in [0, 2**32): place within a block of drafts.
         stream: one of the streams of `dtensor_sample.random`.
 
     Returns:
         [R] int64 in [0, 2**62): the upper 62 of Philox's first 64 bits.
     """
+    position_R = position_R.clamp(min=0)
     low_R, high_R, _, _ = philox(
         (seed_R & WORD, seed_R >> 32 & WORD),
         (position_R & WORD, position_R >> 32 & WORD, offset_R, torch.full_like(seed_R, stream)),
