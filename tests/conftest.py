@@ -2,10 +2,15 @@
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 from tests.pool import WORLDS, Pools, Ranks, World, world_params
+
+# The same examples in every run, and no time limit on one: the first may start worker processes.
+hypothesis.settings.register_profile("dtensor_sample", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("dtensor_sample")
 
 
 @pytest.fixture(scope="session")
