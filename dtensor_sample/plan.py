@@ -1,9 +1,10 @@
 """One step: who owns what, where each row of logits comes from and where each result goes.
 
-A plan is a pure function of replicated host data (slots and rows per request), so ranks never talk to
-agree on one. Under `batch`, rows are listed owner after owner, in batch order within each, padded to
-one capacity C per owner: what `Shard(0)` of a DTensor [P * C, V] means. Padding repeats a valid row,
-and its result is dropped. Under `vocab` and `replicate` rows stay in batch order, unpadded.
+A plan is a pure function of replicated host data (slots and rows per request), so ranks never talk
+to agree on one. Under `batch`, rows are listed owner after owner, in batch order within each,
+padded to one capacity C per owner: what `Shard(0)` of a DTensor [P * C, V] means. Padding repeats a
+valid row, and its result is dropped. Under `vocab` and `replicate` rows stay in batch order,
+unpadded.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.layout import Layout, axis_index, layout_of
 from dtensor_sample.params import Filters
 from dtensor_sample.state import SamplingState
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardPlan:
@@ -75,8 +77,8 @@ class ShardPlan:
         """The hidden rows that need logits, in the order in which the exchange wants them.
 
         Args:
-            hidden: [N, H]: one row for each row of logits in batch order, or packed sequences if the
-                plan has a `query_start_loc`. A plain tensor (the same on every rank), a DTensor
+            hidden: [N, H]: one row for each row of logits in batch order, or packed sequences if
+                the plan has a `query_start_loc`. A plain tensor (the same on every rank), a DTensor
                 Replicate(), or a DTensor Shard(0) on the sampling axis (sequence-parallel).
 
         Returns:
@@ -88,7 +90,8 @@ class ShardPlan:
         """
         if hidden.ndim != 2 or hidden.shape[0] < self.num_hidden_rows:
             raise ValueError(
-                f"hidden must have shape [{self.num_hidden_rows} or more, H], got {list(hidden.shape)}"
+                f"hidden must have shape [N, H] with N >= {self.num_hidden_rows}, "
+                f"got {list(hidden.shape)}"
             )
         if not isinstance(hidden, DTensor):
             return hidden.index_select(0, self.logits_indices)
@@ -107,10 +110,10 @@ class ShardPlan:
             picked = axis.all_reduce(picked, "sum")
         else:
             raise ValueError(
-                "hidden must be Replicate() on the sampling axis, or Shard(0) on a mesh of that axis "
-                f"alone, got {hidden.placements} on {mesh}"
+                "hidden must be Replicate() on the sampling axis, or Shard(0) on a mesh of that "
+                f"axis alone, got {hidden.placements} on {mesh}"
             )
-        own_mesh = mesh if mesh.ndim == 1 else mesh[self.state.axis_name]
+        own_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[dim]]
         return DTensor.from_local(picked, own_mesh, [Replicate()], run_check=False)
 
     @torch.no_grad()
@@ -127,7 +130,9 @@ class ShardPlan:
         except ValueError as refused:
             error = refused
         given = (getattr(logits, name, None) for name in ("shape", "dtype", "placements"))
-        state.agree(error, plan=(self.slots, self.exchange.name, self.num_rows), logits=tuple(given))
+        state.agree(
+            error, plan=(self.slots, self.exchange.name, self.num_rows), logits=tuple(given)
+        )
         assert layout is not None
         return self.exchange.place(layout.local_Tv, self._splits, layout.width)
 
@@ -169,15 +174,18 @@ class ShardPlan:
     def explain(self, dtype: torch.dtype = torch.float32) -> str:
         """Owners, bytes, memory and collectives of this step, as text."""
         cost = self.cost(dtype)
-        lines = [
-            f"exchange     {self.exchange.name}, {self.state.axis.size} ranks",
-            f"requests     {len(self.slots)} in {sum(self.rows_per_rank)} rows; "
-            f"logits of {self.num_rows} rows x {self.state.vocab_size} ids, {dtype}",
-            f"owned rows   {list(self.rows_per_rank)}, capacity {self.capacity} "
-            f"({self.num_rows - sum(self.rows_per_rank)} rows of padding)",
-            f"owners       {list(self.owners)}",
-            f"receives     {cost.buffer_bytes:,} bytes a rank",
-            f"sends        {cost.wire_bytes:,} bytes a rank",
-            "collectives  " + (", ".join(cost.collectives) or "none"),
-        ]
-        return "\n".join(lines)
+        rows, P = sum(self.rows_per_rank), self.state.axis.size
+        return "\n".join(
+            f"{name:<13}{text}"
+            for name, text in {
+                "exchange": f"{self.exchange.name}, {P} ranks",
+                "requests": f"{len(self.slots)} in {rows} rows",
+                "logits": f"{self.num_rows} rows x {self.state.vocab_size} ids, {dtype}",
+                "owned rows": f"{list(self.rows_per_rank)}",
+                "padding": f"{self.num_rows - rows} rows, to a capacity of {self.capacity}",
+                "owners": f"{list(self.owners)}",
+                "receives": f"{cost.buffer_bytes:,} bytes of logits a rank",
+                "sends": f"{cost.wire_bytes:,} bytes a rank",
+                "collectives": ", ".join(cost.collectives) or "none",
+            }.items()
+        )

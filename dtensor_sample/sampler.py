@@ -14,16 +14,16 @@ from dtensor_sample.threshold import threshold
 
 
 def draw(
-    logits: Logits, table_RC: Tensor, position_R: Tensor, filters: Filters, exchange: Exchange, V: int
+    logits: Logits, table_RC: Tensor, position_R: Tensor, filters: Filters, where: Exchange, V: int
 ) -> Tensor:
     """[R, 3] int64: token id (-1: none is left, or it lies on another rank), NaN logits, failed."""
     params = RowParams.unpack(table_RC)
-    peaks_RP, nans_RP = exchange.segments(ops.peak(*logits, V)).unbind(2)
+    peaks_RP, nans_RP = where.segments(ops.peak(*logits, V)).unbind(2)
     peak_R, argmax_R = ops.unpack_peak(peaks_RP.amax(1))
-    floor_R = threshold(logits, peak_R, params, filters, exchange, V)
+    floor_R = threshold(logits, peak_R, params, filters, where, V)
     weighed = (*logits, peak_R, floor_R, params.scale)
-    mass_RP = exchange.segments(ops.mass(*weighed, V))
-    start_RS = exchange.own_segments(mass_RP.cumsum(1) - mass_RP)
+    mass_RP = where.segments(ops.mass(*weighed, V))
+    start_RS = where.own_segments(mass_RP.cumsum(1) - mass_RP)
     uniform_R = ops.uniform(params.seed, position_R, torch.zeros_like(position_R), TARGET)
     picked_R = ops.pick(*weighed, start_RS, scaled(uniform_R, mass_RP.sum(1)), V)
     token_R = torch.where(params.greedy, argmax_R, picked_R)

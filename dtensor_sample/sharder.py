@@ -1,9 +1,10 @@
 """Making plans: owners, owner-sorted indices, capacity. Host arithmetic only.
 
-A plan is a pure function of replicated host data, so ranks never talk to agree on one, and the shapes
-and the collectives of a step are the same on every rank.
+A plan is a pure function of replicated host data, so ranks never talk to agree on one, and the
+shapes and the collectives of a step are the same on every rank.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -203,7 +204,7 @@ def _by_holder(holder_T: Array, holders: int, capacity: int) -> Array:
 def _ends(query_start_loc: Sequence[int], rows_B: Array) -> Array:
     """[B]: one past each request's last hidden row."""
     start = bounded("query_start_loc", query_start_loc, len(rows_B) + 1, 0, None)
-    for i, (begin, end) in enumerate(zip(start, start[1:], strict=False)):
+    for i, (begin, end) in enumerate(itertools.pairwise(start)):
         if end - begin < rows_B[i]:
             raise ValueError(
                 f"query_start_loc must leave request {i} at least {rows_B[i]} hidden rows, "
