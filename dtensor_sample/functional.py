@@ -109,7 +109,7 @@ def _batched(
         batched = params
     elif isinstance(params, SamplingParams):
         batched = SamplingParams.batch([params] * rows, device, base_seed=base_seed)
-    elif isinstance(params, Sequence) and not isinstance(params, str):
+    elif isinstance(params, Sequence):
         batched = SamplingParams.batch(params, device, base_seed=base_seed)
     else:
         raise ValueError(
