@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtensor_sample import ops
 from dtensor_sample.debug import agree, debug_by_default
 from dtensor_sample.exchange import check_exchange, exchange_of
 from dtensor_sample.layout import Layout, layout_of
-from dtensor_sample.params import BatchedParams, SamplingParams
+from dtensor_sample.params import BatchedParams, RowParams, SamplingParams
+from dtensor_sample.random import TARGET
 from dtensor_sample.sampler import draw
 
 
@@ -83,14 +85,11 @@ def sample(
     ranks = layout.axis.size
     chunk = -(-rows // ranks)
     rows_P = [max(0, min(chunk, rows - rank * chunk)) for rank in range(ranks)]
-    drawn_RW = draw(
-        chosen.place(layout.local_Tv, rows_P, layout.width),
-        chosen.own_rows(batched.table, rows_P),
-        chosen.own_rows(position_T, rows_P),
-        batched.filters,
-        chosen,
-        layout.vocab_size,
-    )
+    placed = chosen.place(layout.local_Tv, rows_P, layout.width)
+    row_params = RowParams.unpack(chosen.own_rows(batched.table, rows_P))
+    position_R = chosen.own_rows(position_T, rows_P)
+    uniform_R = ops.uniform(row_params.seed, position_R, torch.zeros_like(position_R), TARGET)
+    drawn_RW = draw(placed, row_params, uniform_R, batched.filters, chosen, layout.vocab_size)
     return chosen.settle(drawn_RW, rows_P)[:rows, 0].view(layout.lead)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from dtensor_sample.cost import Cost, cost_of
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.layout import Layout, axis_index, layout_of
-from dtensor_sample.params import Filters
+from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.state import SamplingState
 
 
@@ -46,6 +46,8 @@ class ShardPlan:
     """Requests that this rank samples."""
     max_requests_per_rank: int
     """Most requests of any rank."""
+    request_capacity: int
+    """Requests per owner with padding: as many as results that each owner sends."""
     max_rows_per_request: int
     """Most rows of any request."""
     filters: Filters
@@ -57,7 +59,7 @@ class ShardPlan:
     batch_slots: Tensor
     """[B] int64: slots on the device."""
     local_cu_num_logits: Tensor
-    """[max_requests_per_rank + 1] int64: where each local request's rows begin; the end repeats."""
+    """[request_capacity + 1] int64: where each local request's rows begin; the end repeats."""
     row_requests: Tensor
     """[R] int64: each local row's request, as an index into the batch. R counts padding."""
     row_slots: Tensor
@@ -72,6 +74,10 @@ class ShardPlan:
         if self.positions is None:
             return self.state.positions[self.row_slots] + self.row_offsets
         return self.positions[self.row_requests] + self.row_offsets
+
+    def row_params(self) -> RowParams:
+        """The parameters of each local row."""
+        return RowParams.unpack(self.state.params_table[self.row_slots])
 
     def select(self, hidden: Tensor) -> Tensor:
         """The hidden rows that need logits, in the order in which the exchange wants them.
@@ -134,7 +140,8 @@ class ShardPlan:
             error, plan=(self.slots, self.exchange.name, self.num_rows), logits=tuple(given)
         )
         assert layout is not None
-        return self.exchange.place(layout.local_Tv, self._splits, layout.width)
+        splits = [self.capacity] * state.axis.size
+        return self.exchange.place(layout.local_Tv, splits, layout.width)
 
     def _check(self, logits: Tensor, state: SamplingState, most_rows: int) -> Layout:
         if self.state is not state:
@@ -154,18 +161,16 @@ class ShardPlan:
             )
         return layout
 
-    def settle(self, result_RW: Tensor) -> Tensor:
-        """[R, W] results of the rows here -> [B, W] on every rank, in batch order."""
-        return self.exchange.settle(result_RW, self._splits)[self.gathered_src_indices]
+    def settle(self, result_QW: Tensor) -> Tensor:
+        """Results of the requests here, or of more rows -> [B, W] on every rank, in batch order."""
+        capacity = self.request_capacity
+        settled = self.exchange.settle(result_QW[:capacity], [capacity] * self.state.axis.size)
+        return settled[self.gathered_src_indices]
 
     def advance(self, num_sampled_B: Tensor) -> None:
         """Move the state's positions on by what was emitted, unless the caller gave positions."""
         if self.positions is None:
             self.state.positions.index_add_(0, self.batch_slots, num_sampled_B)
-
-    @property
-    def _splits(self) -> list[int]:
-        return [self.capacity] * self.state.axis.size
 
     def cost(self, dtype: torch.dtype = torch.float32) -> Cost:
         """Bytes and collectives of this step for logits of a dtype, on one rank."""

@@ -135,7 +135,9 @@ class BatchSharder:
                 raise ValueError(
                     f"capacity must be >= {most_rows}, the fullest owner's rows, got {capacity}"
                 )
-        C = integer("capacity", capacity) if capacity is not None and B else most_rows
+        C, requests = most_rows, most_requests
+        if capacity is not None and B:
+            C = requests = integer("capacity", capacity)
 
         # Every row of the step in batch order: its request, its place in it, its hidden row.
         first_B = np.cumsum(rows_B) - rows_B
@@ -147,11 +149,11 @@ class BatchSharder:
         row_order = _by_holder(holder_B[request_T], holders, C)  # [holders * C], rows of the step
         mine = row_order[me * C : (me + 1) * C]
         own_B = np.flatnonzero(holder_B == me)
-        cu = np.full(most_requests + 1, rows_B[own_B].sum(), dtype=np.int64)
+        cu = np.full(requests + 1, rows_B[own_B].sum(), dtype=np.int64)
         cu[: len(own_B) + 1] = np.concatenate([[0], np.cumsum(rows_B[own_B])])
         fields = [
             hidden_T[row_order],
-            holder_B * C + _place_in_group(holder_B),
+            holder_B * requests + _place_in_group(holder_B),
             slots_B,
             cu,
             request_T[mine],
@@ -172,6 +174,7 @@ class BatchSharder:
             local_rows=int(rows_B[own_B].sum()),
             local_requests=len(own_B),
             max_requests_per_rank=most_requests,
+            request_capacity=requests,
             max_rows_per_request=max(rows, default=0),
             filters=state.filters(slots),
             logits_indices=on_device[0],
