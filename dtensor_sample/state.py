@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_sample.debug import agree, debug_by_default
+from dtensor_sample.draft.cache import DraftCache
 from dtensor_sample.exchange import Axis, check_exchange
 from dtensor_sample.layout import check_vocab_size
 from dtensor_sample.params import (
@@ -83,6 +84,13 @@ class SamplingState:
             self.max_num_reqs, _COLUMNS, dtype=torch.int64, device=self.device
         )
         """[max_num_reqs, 6] int64: packed parameters (see `RowParams`)."""
+        self.drafts = DraftCache(
+            self.axis,
+            num_slots=self.max_num_reqs,
+            K=self.num_speculative_tokens,
+            vocab_size=self.vocab_size,
+        )
+        """The draft-logits cache."""
         self._requests: dict[int, SamplingParams] = {}
         self._staged: dict[int, tuple[int, ...]] = {}
         self._admitted = 0
@@ -134,6 +142,7 @@ class SamplingState:
         if self._requests.pop(slot, None) is None:
             raise ValueError(f"slot {slot} holds no request")
         self._staged.pop(slot, None)
+        self.drafts.forget([slot])
 
     def check_slot(self, slot: object) -> int:
         """`slot` as an int in [0, max_num_reqs)."""
