@@ -4,8 +4,10 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
-import oracle
+
 import pytest
+
+from tests import oracle
 
 HALF = 0xFFFFFFFF
 
