@@ -15,6 +15,9 @@ import numpy as np
 TARGET, DRAFT, COIN, RECOVERY, SPAWN = range(5)
 """Random streams."""
 
+LOW, HIGH = 1928571472, 2589576016
+"""Positions at which the target uniforms of seed 0 are smaller than 7e-10, and larger than 1 - 4e-11."""
+
 _WORD = 0xFFFFFFFF
 
 

@@ -43,6 +43,12 @@ def test_uniforms_use_all_words():
     assert all(0 <= u < 2**62 for u in others)
 
 
+def test_extreme_uniforms():
+    """The positions that tests of the ends of a row rely on."""
+    assert 6e-10 < oracle.uniform(0, oracle.LOW) / 2**62 < 7e-10
+    assert 3e-11 < 1 - oracle.uniform(0, oracle.HIGH) / 2**62 < 4e-11
+
+
 def kept_by_definition(values, weights, p) -> list[bool]:
     """The kept set, token by token, with fractions: what `oracle.threshold` says with one number."""
     alive = [v > -np.inf for v in values]
