@@ -1,0 +1,25 @@
+"""Sampling under tensor parallelism: DTensor in, tokens out."""
+
+from dtensor_sample.exchange import EXCHANGES
+from dtensor_sample.functional import sample
+from dtensor_sample.layout import replicated, vocab_sharded
+from dtensor_sample.output import SamplerOutput
+from dtensor_sample.params import BatchedParams, SamplingParams
+from dtensor_sample.plan import ShardPlan
+from dtensor_sample.sampler import Sampler
+from dtensor_sample.sharder import BatchSharder
+from dtensor_sample.state import SamplingState
+
+__all__ = [
+    "EXCHANGES",
+    "BatchSharder",
+    "BatchedParams",
+    "Sampler",
+    "SamplerOutput",
+    "SamplingParams",
+    "SamplingState",
+    "ShardPlan",
+    "replicated",
+    "sample",
+    "vocab_sharded",
+]

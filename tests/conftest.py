@@ -6,11 +6,16 @@ import hypothesis
 import pytest
 import torch
 
-from tests.pool import WORLDS, Pools, Ranks, World, world_params
+from tests.pool import WORLDS, Pools, Ranks, World, start_server, world_params
 
 # The same examples in every run, and no time limit on one: the first may start worker processes.
 hypothesis.settings.register_profile("dtensor_sample", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("dtensor_sample")
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Workers' imports go on while the tests are collected."""
+    start_server()
 
 
 @pytest.fixture(scope="session")

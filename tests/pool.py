@@ -27,6 +27,7 @@ import gc
 import importlib
 import io
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import shutil
@@ -63,6 +64,9 @@ PRELOAD = [
     "torch",
     "torch.distributed",
     "torch.distributed.tensor",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "hypothesis",
     "numpy",
     "pytest",
     "dtensor_sample",
@@ -70,6 +74,8 @@ PRELOAD = [
 
 # Workers compile in their own process: a compile server for each rank would outnumber the cores.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# An import that asks whether CUDA is there must not initialize it: that does not survive a fork.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 class WorkerError(AssertionError):
@@ -135,6 +141,12 @@ class Ranks:
         return self.pools.get(self.world).run(job, timeout)
 
 
+def start_server() -> None:
+    """Start the server that workers are forked from; it does its imports while others do theirs."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    multiprocessing.forkserver.ensure_running()
+
+
 class Pools:
     """The pools of one session, started when first asked for."""
 
@@ -151,6 +163,8 @@ class Pools:
 
     def close(self) -> None:
         for pool in self._pools.values():
+            pool.ask_to_leave()
+        for pool in self._pools.values():
             pool.close()
 
 
@@ -163,8 +177,8 @@ class Pool:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._connections: list[connection.Connection] = []
         self._processes: list[Any] = []
+        start_server()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         with self._killed_on_error():
             for rank in range(world.size):
                 here, there = context.Pipe()
@@ -188,13 +202,14 @@ class Pool:
                     worker.send_bytes(job)
             return self._collect(timeout)
 
+    def ask_to_leave(self) -> None:
+        if self.alive:
+            for worker in self._connections:
+                with contextlib.suppress(OSError):
+                    worker.send_bytes(b"")
+
     def close(self) -> None:
-        """Let the workers leave their group in peace, but not for long."""
-        if not self.alive:
-            return
-        for worker in self._connections:
-            with contextlib.suppress(OSError):
-                worker.send_bytes(b"")
+        """Wait until the workers have left their group, but not for long."""
         deadline = time.monotonic() + CLOSE_TIMEOUT_S + 1
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -287,6 +302,7 @@ def _worker(
     pipe: connection.Connection, rank: int, world: World, folder: Path, filters: list[str]
 ) -> None:
     """The life of one rank: join the group, do jobs until told to end, leave the group."""
+    gc.freeze()  # what the server has imported is shared memory: collecting would copy it
     threading.Thread(target=_die_with_parent, daemon=True).start()
     log = os.open(_log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -312,7 +328,6 @@ def _worker(
         guard.start()
         gc.collect()
         dist.destroy_process_group()
-        os._exit(0)  # nothing is left to be saved, and interpreter shutdown can hang too
 
 
 def _join(rank: int, world: World, folder: Path) -> DeviceMesh:

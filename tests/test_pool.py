@@ -65,6 +65,10 @@ def die_on_one(mesh, bad_rank):
     total(mesh, 0).item()
 
 
+def compiled(mesh, x):
+    return torch.compile(lambda x: torch.sin(x) + 1, fullgraph=True)(x)
+
+
 def return_dtensor(mesh):
     return DTensor.from_local(torch.zeros(1, device=mesh.device_type), mesh, [Shard(0)])
 
@@ -123,6 +127,14 @@ def test_warnings_are_errors_in_workers(ranks: Ranks):
         ranks.run(warn)
 
 
+@pytest.mark.slow
+@worlds("cpu:2")
+def test_workers_can_compile(ranks: Ranks):
+    x = torch.arange(8.0)
+    for result in ranks.run(compiled, x):
+        torch.testing.assert_close(result, torch.sin(x) + 1)
+
+
 @worlds("cpu:1")
 def test_a_result_that_cannot_travel_is_reported(ranks: Ranks):
     with pytest.raises(WorkerError, match="DTensor cannot leave its process"):
@@ -159,7 +171,7 @@ def test_a_rank_that_dies_is_reported_with_its_last_words(ranks: Ranks):
 
 
 @pytest.mark.slow
-def test_workers_die_with_the_session():
+def test_workers_die_with_the_session(tmp_path: Path):
     """A session that is killed takes its workers along, even those in the middle of a job."""
     script = """
         import os, threading
@@ -170,7 +182,8 @@ def test_workers_die_with_the_session():
         ranks.run(hang_on_one, 0)  # rank 1 waits in a collective
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as session:
+    env = os.environ | {"TMPDIR": str(tmp_path)}  # a killed session leaves its files behind
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as session:
         assert session.stdout is not None
         pids = [int(word) for word in session.stdout.readline().split()]
         assert len(pids) == 2

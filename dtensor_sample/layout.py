@@ -1,0 +1,157 @@
+"""What forms logits may come in, and what they mean on the sampling axis.
+
+A local vocabulary shard and a full replica look alike as plain tensors, so a plain tensor is refused:
+the caller says which it is by `vocab_sharded` or `replicated`. Everything checked here is the same on
+every rank, so a refusal is too, and it comes before any collective.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from dtensor_sample.exchange import Axis
+from dtensor_sample.params import integer
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Logits taken apart: rows by columns on this rank, and where the columns lie."""
+
+    local_Tv: Tensor
+    """[T, v]: this rank's vocabulary shard, or [T, V]: its replica."""
+    width: int | None
+    """Columns of every vocabulary shard but shorter last ones; None for a replica."""
+    lead: torch.Size
+    """The shape of the rows: local_Tv was [*lead, v]."""
+    axis: Axis
+    """The sampling axis."""
+    vocab_size: int
+    """V: ids from here on do not exist."""
+
+
+def layout_of(logits: object, *, axis: str | None, vocab_size: int | None) -> Layout:
+    """Check logits and take them apart.
+
+    Args:
+        logits: DTensor [..., V], float32, bfloat16 or float16; on the sampling axis Shard(-1) or
+            Replicate(), on other mesh axes Replicate() or sharded over rows.
+        axis: name of the sampling axis; None on a mesh of one dimension.
+        vocab_size: V without padding; None takes the whole last dim.
+    """
+    if not isinstance(logits, DTensor):
+        raise ValueError(
+            f"logits must be a DTensor, got {type(logits).__name__}: a plain tensor could be a "
+            "vocabulary shard or a full replica; wrap it with vocab_sharded(...) or replicated(...)"
+        )
+    if logits.dtype not in DTYPES:
+        raise ValueError(f"logits must have a dtype of {DTYPES}, got {logits.dtype}")
+    if logits.ndim == 0:
+        raise ValueError("logits must have shape [..., vocab_size], got a scalar")
+    last = logits.ndim - 1
+    padded = logits.shape[last]
+    vocab_size = check_vocab_size(padded if vocab_size is None else vocab_size)
+    if vocab_size > padded:
+        raise ValueError(f"vocab_size must be <= the last dim of logits, {padded}, got {vocab_size}")
+    mesh, mesh_dim = logits.device_mesh, axis_index(logits.device_mesh, axis)
+    for dim, placement in enumerate(logits.placements):
+        on_vocab = isinstance(placement, Shard) and placement.dim in (last, -1)
+        on_rows = isinstance(placement, Shard) and not on_vocab
+        accepted = on_vocab if dim == mesh_dim else on_rows
+        if not (accepted or isinstance(placement, Replicate)):
+            where = "the sampling axis" if dim == mesh_dim else f"mesh dim {dim}"
+            expected = "Shard(-1)" if dim == mesh_dim else "a shard of rows"
+            raise ValueError(
+                f"logits must be {expected} or Replicate() on {where}, got {logits.placements}"
+            )
+    local = logits.to_local()
+    place = Axis.of(mesh, mesh_dim)
+    sharded = isinstance(logits.placements[mesh_dim], Shard)
+    width = -(-padded // place.size) if sharded else None
+    return Layout(local.reshape(-1, local.shape[-1]), width, local.shape[:-1], place, vocab_size)
+
+
+def axis_index(mesh: DeviceMesh, axis: str | None) -> int:
+    """The mesh dimension called `axis`; a mesh of one unnamed dimension needs no name."""
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 1 and (axis is None or names is None):
+        return 0
+    if names is None or axis not in names:
+        raise ValueError(f"axis must name a mesh dimension, one of {names}, got {axis!r}")
+    return names.index(axis)
+
+
+def vocab_sharded(
+    local: Tensor, mesh: DeviceMesh, *, vocab_size: int, axis: str = "tp"
+) -> DTensor:
+    """Wrap this rank's plain vocabulary shard as a DTensor, without communication.
+
+    Args:
+        local: [..., v]: shards follow `torch.chunk`: v = ceil(V / P) on every rank but shorter last
+            ones, which may also come padded to it. v larger than that on all ranks means that the
+            whole vocabulary was padded to P * v.
+        mesh: holds `axis`.
+        vocab_size: V, without padding. Pass it to `sample` too if the vocabulary was padded.
+        axis: name of the mesh dimension that shards the vocabulary.
+
+    Returns:
+        DTensor [..., V] (or [..., P * v]), Shard(-1) on `axis`, Replicate() elsewhere.
+
+    Raises:
+        ValueError: a local width that neither layout has.
+    """
+    vocab_size = check_vocab_size(vocab_size)
+    dim, local = axis_index(mesh, axis), _plain("local", local)
+    ranks, rank, width = mesh.size(dim), mesh.get_local_rank(dim), local.shape[-1]
+    chunk = -(-vocab_size // ranks)
+    own = max(0, min(chunk, vocab_size - rank * chunk))
+    if width not in (own, chunk) and width < chunk:
+        raise ValueError(
+            f"local must have {own} columns, or {chunk} or more with padding, for vocab_size "
+            f"{vocab_size} on rank {rank} of {ranks}, got {width}"
+        )
+    total = vocab_size
+    if width > chunk:
+        total = width * ranks
+    elif width > own:
+        local = local[..., :own]
+    return _wrap(local, mesh, dim, Shard(local.ndim - 1), total)
+
+
+def replicated(logits: Tensor, mesh: DeviceMesh, *, axis: str = "tp") -> DTensor:
+    """Wrap a full plain replica [..., V], the same on every rank of `axis`, without communication.
+
+    Replicas that differ in their last bits are harmless: for each row one rank decides.
+    """
+    local = _plain("logits", logits)
+    return _wrap(local, mesh, axis_index(mesh, axis), Replicate(), local.shape[-1])
+
+
+def check_vocab_size(vocab_size: object) -> int:
+    """`vocab_size` as an int in [1, 2**31)."""
+    number = integer("vocab_size", vocab_size)
+    if not 1 <= number < 1 << 31:
+        raise ValueError(f"vocab_size must be in [1, 2**31), got {number}")
+    return number
+
+
+def _plain(name: str, tensor: object) -> Tensor:
+    if isinstance(tensor, DTensor) or not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a plain tensor, got {type(tensor).__name__}")
+    if tensor.ndim == 0:
+        raise ValueError(f"{name} must have shape [..., columns], got a scalar")
+    return tensor
+
+
+def _wrap(local: Tensor, mesh: DeviceMesh, dim: int, placement: Placement, total: int) -> DTensor:
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    placements[dim] = placement
+    shape = torch.Size((*local.shape[:-1], total))
+    # Shape and stride are given, since guessing them goes wrong on uneven shards.
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

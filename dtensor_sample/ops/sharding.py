@@ -1,0 +1,32 @@
+"""How each op behaves when its arguments are DTensors: one table for all of them.
+
+All ops see logits as `[rows, P, v]`: the vocabulary unflattened into the P segments that ranks hold.
+That shape is the same whether rows are sharded (`batch`), segments are (`vocab`), or nothing is
+(`replicate`), so one op has one meaning under each, and only these placements differ.
+"""
+
+from torch._ops import OpOverload
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+_BATCH, _VOCAB = 0, 1
+_PLACEMENTS: dict[str, tuple[Placement | None, Placement | None, Placement | None]] = {
+    "logits": (Shard(0), Shard(1), Replicate()),
+    "per row": (Shard(0), Replicate(), Replicate()),
+    "per segment": (Replicate(), Shard(0), Replicate()),
+    "per row and segment": (Shard(0), Shard(1), Replicate()),
+    "row sum": (Shard(0), Partial("sum"), Replicate()),
+    "row max": (Shard(0), Partial("max"), Replicate()),
+    "host": (None, None, None),
+}
+
+
+def shard_like(op: OpOverload, output: str, *inputs: str) -> None:
+    """Register `op` for DTensors: what its output and each of its arguments are, by the names above."""
+
+    @register_sharding(op)
+    def _(*_args: object) -> list[tuple[list[Placement | None], list[Placement | None]]]:
+        return [
+            ([_PLACEMENTS[output][layout]], [_PLACEMENTS[kind][layout] for kind in inputs])
+            for layout in range(3)
+        ]

@@ -1,0 +1,39 @@
+"""What comes back from a step."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RESULT_COLUMNS = 3
+"""Integers that a drawn row yields: token id (-1 if none), number of NaN logits, whether it failed."""
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerOutput:
+    """Plain tensors, the same on every rank, in batch order. B requests, K speculative tokens."""
+
+    token_ids: Tensor
+    """[B, K + 1] int64: each request's new tokens, then -1."""
+    num_sampled: Tensor
+    """[B] int64: new tokens; 0 where the row failed."""
+    num_rejected: Tensor
+    """[B] int64: draft tokens that verification refused."""
+    num_nans: Tensor
+    """[B] int64: NaN logits in the request's rows."""
+    failed: Tensor
+    """[B] bool: no token was left to choose (all NaN or -inf): its token id is -1."""
+    logprobs: Tensor | None = None
+    """Log-probabilities, when asked for."""
+
+    @staticmethod
+    def of_drawn(result_BW: Tensor, num_speculative_tokens: int) -> "SamplerOutput":
+        """The output of a step with one row a request, from what `draw` yields in batch order."""
+        token_B, nans_B, failed_B = result_BW.unbind(1)
+        return SamplerOutput(
+            token_ids=torch.nn.functional.pad(token_B[:, None], (0, num_speculative_tokens), value=-1),
+            num_sampled=1 - failed_B,
+            num_rejected=torch.zeros_like(token_B),
+            num_nans=nans_B,
+            failed=failed_B != 0,
+        )

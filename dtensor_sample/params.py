@@ -1,0 +1,222 @@
+"""What a request may ask for, validated on the host, and its packed form on the device.
+
+A request's parameters become one row of an int64 table, floats by their bits, so that any number of
+requests reach the device in a single copy and one index operation gives each row of logits the
+parameters of its own request. What division or logarithm a parameter needs is done here, once, in
+float64, and rounded once: no rank and no device computes it again.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtensor_sample.random import derive_seed
+
+GREEDY_TEMPERATURE = 1e-5
+TOP_P_ONE = 1 << 31
+"""top_p as a fixed-point number of 31 fractional bits: this is 1, the filter off."""
+
+
+def integer(name: str, value: object) -> int:
+    """`value` as an int; ValueError for bools, floats and anything else that is not an integer."""
+    if isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+
+
+def _real(name: str, value: object, low: float, high: float) -> float:
+    expected = f"a finite number in [{low:g}, {high:g}]" if high < math.inf else "a finite number >= 0"
+    if isinstance(value, bool | np.bool_ | str):
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must be {expected}, got {value!r}") from None
+    if not (math.isfinite(number) and low <= number <= high):
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+    return number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """What one request asks of the sampler.
+
+    Filters apply in this order: temperature, min-p, top-k, then top-p on what top-k left. Each keeps
+    every token whose logit is at or above one threshold, so tokens tied with the last one kept are
+    all kept. A request is greedy (largest logit, lowest id on ties) when `temperature < 1e-5`,
+    `top_k == 1` or `top_p == 0`.
+
+    Raises:
+        ValueError: a value out of range; the message names it and what was expected.
+
+    Example:
+        >>> SamplingParams(temperature=0.7, top_p=0.95, seed=1).top_p
+        0.95
+    """
+
+    temperature: float = 1.0
+    """Finite, >= 0. Below 1e-5 the request is greedy."""
+    top_k: int = 0
+    """Keep the k largest logits (and their ties). Off when <= 0 or >= the vocabulary size."""
+    top_p: float = 1.0
+    """In [0, 1]: keep the smallest set of largest logits that holds this much probability."""
+    min_p: float = 0.0
+    """In [0, 1]: keep tokens with at least this fraction of the largest probability. Off at 0."""
+    seed: int | None = None
+    """In [0, 2**64). None: a stream of its own, from the base seed (see `SamplingState`, `sample`)."""
+
+    def __post_init__(self) -> None:
+        """Normalise and validate every field."""
+        put = object.__setattr__
+        put(self, "temperature", _real("temperature", self.temperature, 0.0, math.inf))
+        put(self, "top_k", integer("top_k", self.top_k))
+        put(self, "top_p", _real("top_p", self.top_p, 0.0, 1.0))
+        put(self, "min_p", _real("min_p", self.min_p, 0.0, 1.0))
+        if self.seed is not None:
+            put(self, "seed", check_seed("seed", self.seed))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the largest logit is always taken."""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0
+
+    def spawn(self, n: int) -> list["SamplingParams"]:
+        """`n` copies whose seeds are distinct streams derived from this one's (None stays None).
+
+        Args:
+            n: how many samples of the same request, >= 0.
+
+        Example:
+            >>> a, b = SamplingParams(seed=1).spawn(2)
+            >>> a.seed != b.seed
+            True
+        """
+        if (n := integer("n", n)) < 0:
+            raise ValueError(f"n must be >= 0, got {n}")
+        if self.seed is None:
+            return [self] * n
+        return [replace(self, seed=derive_seed(self.seed, i, child=0)) for i in range(n)]
+
+    @staticmethod
+    def batch(
+        params: Sequence["SamplingParams"], device: torch.device | str, *, base_seed: int = 0
+    ) -> "BatchedParams":
+        """The parameters of many rows as device tensors, for `sample` in a loop or a graph.
+
+        Args:
+            params: one per row, in batch order.
+            device: where the logits are.
+            base_seed: in [0, 2**64); row i without a seed draws from the stream of (base_seed, i).
+        """
+        base_seed = check_seed("base_seed", base_seed)
+        rows = [
+            pack(p, derive_seed(base_seed, i, child=1) if p.seed is None else p.seed)
+            for i, p in enumerate(check_params(params))
+        ]
+        table = torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, len(RowParams._fields)))
+        return BatchedParams(table.to(device), filters_of(params))
+
+
+def check_params(params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
+    """Refuse anything but SamplingParams, naming the first entry that is not."""
+    for i, p in enumerate(params):
+        if not isinstance(p, SamplingParams):
+            raise ValueError(f"params[{i}] must be SamplingParams, got {type(p).__name__}: {p!r}")
+    return params
+
+
+def check_seed(name: str, seed: object) -> int:
+    """`seed` as an int in [0, 2**64)."""
+    number = integer(name, seed)
+    if not 0 <= number < 1 << 64:
+        raise ValueError(f"{name} must be in [0, 2**64), got {number}")
+    return number
+
+
+class Filters(NamedTuple):
+    """Which filters any request of a batch uses: host data, so that skipping one needs no sync."""
+
+    top_k: bool
+    top_p: bool
+
+    @property
+    def coarse(self) -> "Filters":
+        """All or none: at most two variants to compile."""
+        return Filters(*[any(self)] * len(self))
+
+
+def filters_of(params: Sequence[SamplingParams]) -> Filters:
+    """The filters that at least one of `params` needs (min-p costs nothing and is always on)."""
+    drawn = [p for p in params if not p.greedy]
+    return Filters(any(p.top_k > 0 for p in drawn), any(p.top_p < 1 for p in drawn))
+
+
+class RowParams(NamedTuple):
+    """Parameters of R rows, each a tensor [R] on the device; the columns of the packed table."""
+
+    scale: Tensor
+    """float32: log2(e) / temperature, the factor from logits to binary exponents."""
+    min_p: Tensor
+    """float32: temperature * ln(min_p) <= 0, added to the largest logit; -inf when off."""
+    top_k: Tensor
+    """int64, >= 1; the largest int64 when off."""
+    top_p: Tensor
+    """int64 in [0, 2**31]: fixed point; 2**31 when off."""
+    seed: Tensor
+    """int64: the 64 bits of the seed."""
+    greedy: Tensor
+    """bool."""
+
+    @staticmethod
+    def unpack(table: Tensor) -> "RowParams":
+        """The columns of a packed table [R, 6], clamped to their ranges."""
+        scale, min_p, top_k, top_p, seed, greedy = table.unbind(1)
+        return RowParams(
+            scale.to(torch.int32).view(torch.float32),
+            min_p.to(torch.int32).view(torch.float32),
+            top_k.clamp(min=1),
+            top_p.clamp(0, TOP_P_ONE),
+            seed,
+            greedy != 0,
+        )
+
+
+@dataclass(frozen=True)
+class BatchedParams:
+    """Sampling parameters of a batch on a device, made by `SamplingParams.batch`."""
+
+    table: Tensor
+    """[B, 6] int64, one packed row a request (see `RowParams`)."""
+    filters: Filters
+    """Which filters any of the requests uses."""
+
+
+@lru_cache(maxsize=4096)
+def pack(params: SamplingParams, seed: int) -> tuple[int, ...]:
+    """One row of the table: int64 values, float32 ones by their bits, neutral where greedy."""
+    greedy = params.greedy
+    temperature = 1.0 if greedy else params.temperature
+    off = greedy or params.min_p == 0
+    return (
+        _float32_bits(math.log2(math.e) / temperature),
+        _float32_bits(-math.inf if off else temperature * math.log(params.min_p)),
+        params.top_k if params.top_k > 0 and not greedy else (1 << 63) - 1,
+        TOP_P_ONE if greedy else round(params.top_p * TOP_P_ONE),
+        seed - (1 << 64) if seed >= 1 << 63 else seed,
+        int(greedy),
+    )
+
+
+def _float32_bits(value: float) -> int:
+    with np.errstate(over="ignore", under="ignore"):
+        return int(np.float32(value).view(np.int32))

@@ -1,0 +1,183 @@
+"""One step: who owns what, where each row of logits comes from and where each result goes.
+
+A plan is a pure function of replicated host data (slots and rows per request), so ranks never talk to
+agree on one. Under `batch`, rows are listed owner after owner, in batch order within each, padded to
+one capacity C per owner: what `Shard(0)` of a DTensor [P * C, V] means. Padding repeats a valid row,
+and its result is dropped. Under `vocab` and `replicate` rows stay in batch order, unpadded.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from dtensor_sample.cost import Cost, cost_of
+from dtensor_sample.exchange import Exchange, Logits
+from dtensor_sample.layout import Layout, axis_index, layout_of
+from dtensor_sample.params import Filters
+from dtensor_sample.state import SamplingState
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardPlan:
+    """One step's owners, splits and indices. P ranks, B requests, T rows, C rows per owner."""
+
+    state: SamplingState
+    """What the plan was made for."""
+    exchange: Exchange
+    """How this step's logits meet the sampler; `exchange.name` is its name."""
+    slots: tuple[int, ...]
+    """[B] in batch order."""
+    owners: tuple[int, ...]
+    """[B] the rank that samples each request."""
+    rows_per_rank: tuple[int, ...]
+    """[P] rows each rank owns: the splits to send, before padding."""
+    capacity: int
+    """C: rows per owner with padding, under `batch`; T otherwise."""
+    num_rows: int
+    """Rows of logits: P * C under `batch`, T otherwise."""
+    num_hidden_rows: int
+    """Rows of hidden states that `select` needs at least."""
+    local_rows: int
+    """Rows that this rank samples, padding left out."""
+    local_requests: int
+    """Requests that this rank samples."""
+    max_requests_per_rank: int
+    """Most requests of any rank."""
+    max_rows_per_request: int
+    """Most rows of any request."""
+    filters: Filters
+    """Filters that any request of the batch uses."""
+    logits_indices: Tensor
+    """[num_rows] int64: for each row of logits, its row of hidden states."""
+    gathered_src_indices: Tensor
+    """[B] int64: where each request lies among gathered results, owner after owner."""
+    batch_slots: Tensor
+    """[B] int64: slots on the device."""
+    local_cu_num_logits: Tensor
+    """[max_requests_per_rank + 1] int64: where each local request's rows begin; the end repeats."""
+    row_requests: Tensor
+    """[R] int64: each local row's request, as an index into the batch. R counts padding."""
+    row_slots: Tensor
+    """[R] int64: each local row's slot."""
+    row_offsets: Tensor
+    """[R] int64: each local row's place in its request."""
+    positions: Tensor | None
+    """[B] int64 given by the caller, or None: the state's, which then advance."""
+
+    def row_positions(self) -> Tensor:
+        """[R] int64: position in its own sequence of the token that each local row emits."""
+        if self.positions is None:
+            return self.state.positions[self.row_slots] + self.row_offsets
+        return self.positions[self.row_requests] + self.row_offsets
+
+    def select(self, hidden: Tensor) -> Tensor:
+        """The hidden rows that need logits, in the order in which the exchange wants them.
+
+        Args:
+            hidden: [N, H]: one row for each row of logits in batch order, or packed sequences if the
+                plan has a `query_start_loc`. A plain tensor (the same on every rank), a DTensor
+                Replicate(), or a DTensor Shard(0) on the sampling axis (sequence-parallel).
+
+        Returns:
+            [num_rows, H], plain as `hidden` was, or a DTensor Replicate() on the sampling axis.
+            Sequence-parallel rows are selected where they are, and only those travel.
+
+        Raises:
+            ValueError: too few rows, or another placement.
+        """
+        if hidden.ndim != 2 or hidden.shape[0] < self.num_hidden_rows:
+            raise ValueError(
+                f"hidden must have shape [{self.num_hidden_rows} or more, H], got {list(hidden.shape)}"
+            )
+        if not isinstance(hidden, DTensor):
+            return hidden.index_select(0, self.logits_indices)
+        mesh, axis = hidden.device_mesh, self.state.axis
+        dim = axis_index(mesh, self.state.axis_name)
+        local, placement = hidden.to_local(), hidden.placements[dim]
+        if placement.is_replicate():
+            picked = local.index_select(0, self.logits_indices)
+        elif placement.is_shard(0) and mesh.ndim == 1:
+            first_row = axis.rank * -(-hidden.shape[0] // axis.size)
+            row = self.logits_indices - first_row
+            here = (row >= 0) & (row < local.shape[0])
+            # One row of zeros at the end stands for the rows of other ranks.
+            local = torch.nn.functional.pad(local, (0, 0, 0, 1))
+            picked = local.index_select(0, torch.where(here, row, local.shape[0] - 1))
+            picked = axis.all_reduce(picked, "sum")
+        else:
+            raise ValueError(
+                "hidden must be Replicate() on the sampling axis, or Shard(0) on a mesh of that axis "
+                f"alone, got {hidden.placements} on {mesh}"
+            )
+        own_mesh = mesh if mesh.ndim == 1 else mesh[self.state.axis_name]
+        return DTensor.from_local(picked, own_mesh, [Replicate()], run_check=False)
+
+    @torch.no_grad()
+    def place(self, logits: Tensor, state: SamplingState, *, most_rows: int) -> Logits:
+        """Logits of the selected rows -> this rank's view of what it samples.
+
+        Raises:
+            ValueError: logits of another shape, dtype, axis or placement than the plan's, a plan of
+                another state, or one with more rows a request than `most_rows`.
+        """
+        error = layout = None
+        try:
+            layout = self._check(logits, state, most_rows)
+        except ValueError as refused:
+            error = refused
+        given = (getattr(logits, name, None) for name in ("shape", "dtype", "placements"))
+        state.agree(error, plan=(self.slots, self.exchange.name, self.num_rows), logits=tuple(given))
+        assert layout is not None
+        return self.exchange.place(layout.local_Tv, self._splits, layout.width)
+
+    def _check(self, logits: Tensor, state: SamplingState, most_rows: int) -> Layout:
+        if self.state is not state:
+            raise ValueError("plan must be made for this sampler's state, got another state's")
+        if self.max_rows_per_request > most_rows:
+            raise ValueError(
+                f"plan must have at most {most_rows} rows a request for this sampler, "
+                f"got {self.max_rows_per_request}"
+            )
+        layout = layout_of(logits, axis=state.axis_name, vocab_size=state.vocab_size)
+        if layout.axis != state.axis:
+            raise ValueError(f"logits must lie on the state's axis {state.axis}, got {layout.axis}")
+        if tuple(layout.lead) != (self.num_rows,):
+            raise ValueError(
+                f"logits must have shape [{self.num_rows}, V], one row for each that plan.select "
+                f"gives, got {[*layout.lead, logits.shape[-1]]}"
+            )
+        return layout
+
+    def settle(self, result_RW: Tensor) -> Tensor:
+        """[R, W] results of the rows here -> [B, W] on every rank, in batch order."""
+        return self.exchange.settle(result_RW, self._splits)[self.gathered_src_indices]
+
+    def advance(self, num_sampled_B: Tensor) -> None:
+        """Move the state's positions on by what was emitted, unless the caller gave positions."""
+        if self.positions is None:
+            self.state.positions.index_add_(0, self.batch_slots, num_sampled_B)
+
+    @property
+    def _splits(self) -> list[int]:
+        return [self.capacity] * self.state.axis.size
+
+    def cost(self, dtype: torch.dtype = torch.float32) -> Cost:
+        """Bytes and collectives of this step for logits of a dtype, on one rank."""
+        return cost_of(self.exchange, self.num_rows, self.state.vocab_size, self.filters, dtype)
+
+    def explain(self, dtype: torch.dtype = torch.float32) -> str:
+        """Owners, bytes, memory and collectives of this step, as text."""
+        cost = self.cost(dtype)
+        lines = [
+            f"exchange     {self.exchange.name}, {self.state.axis.size} ranks",
+            f"requests     {len(self.slots)} in {sum(self.rows_per_rank)} rows; "
+            f"logits of {self.num_rows} rows x {self.state.vocab_size} ids, {dtype}",
+            f"owned rows   {list(self.rows_per_rank)}, capacity {self.capacity} "
+            f"({self.num_rows - sum(self.rows_per_rank)} rows of padding)",
+            f"owners       {list(self.owners)}",
+            f"receives     {cost.buffer_bytes:,} bytes a rank",
+            f"sends        {cost.wire_bytes:,} bytes a rank",
+            "collectives  " + (", ".join(cost.collectives) or "none"),
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,255 @@
+"""Making plans: owners, owner-sorted indices, capacity. Host arithmetic only.
+
+A plan is a pure function of replicated host data, so ranks never talk to agree on one, and the shapes
+and the collectives of a step are the same on every rank.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtensor_sample.exchange import check_exchange, exchange_of
+from dtensor_sample.params import integer
+from dtensor_sample.plan import ShardPlan
+from dtensor_sample.state import SamplingState
+
+Array = np.ndarray
+Policy = Callable[[list[int], list[int], int], list[int]]
+
+
+def _by_slot(slots: list[int], rows: list[int], ranks: int) -> list[int]:
+    return [slot % ranks for slot in slots]
+
+
+def _by_position(slots: list[int], rows: list[int], ranks: int) -> list[int]:
+    chunk = -(-len(slots) // ranks)
+    return [i // chunk for i in range(len(slots))]
+
+
+def _balanced(slots: list[int], rows: list[int], ranks: int) -> list[int]:
+    load, owners = [0] * ranks, []
+    for count in rows:
+        owners.append(load.index(min(load)))
+        load[owners[-1]] += count
+    return owners
+
+
+POLICIES: dict[str, Policy] = {"slot": _by_slot, "position": _by_position, "balanced": _balanced}
+
+
+class BatchSharder:
+    """Makes plans for a state.
+
+    Args:
+        state: whose slots are planned.
+        owners: how requests find their owner. "balanced": the rank with the fewest rows so far, in
+            batch order, ties to the lowest rank. "slot": slot % P. "position": contiguous chunks of
+            ceil(B / P) requests.
+    """
+
+    def __init__(self, state: SamplingState, *, owners: str = "balanced") -> None:
+        if owners not in POLICIES:
+            raise ValueError(f"owners must be one of {tuple(POLICIES)}, got {owners!r}")
+        self.state = state
+        self.owners = owners
+
+    def plan(
+        self,
+        slots: Sequence[int],
+        num_logits: Sequence[int] | None = None,
+        *,
+        query_start_loc: Sequence[int] | None = None,
+        capacity: int | None = None,
+        exchange: str | None = None,
+        positions: Sequence[int] | Tensor | None = None,
+    ) -> ShardPlan:
+        """Plan a step. Arguments are host data, the same on every rank.
+
+        Args:
+            slots: [B], the requests of this step in batch order.
+            num_logits: [B], rows of each request, in [1, K + 1]; one each by default.
+            query_start_loc: [B + 1], where each request's hidden rows begin if they are packed; its
+                last `num_logits` rows are the ones that get logits.
+            capacity: C under `batch`; by default the fullest owner's rows.
+            exchange: for this step, by default the state's.
+            positions: [B], of each request's next token, instead of the state's, which then stay.
+                The only argument that may lie on the device; negative values there count as 0.
+
+        Raises:
+            ValueError: names the argument; on every rank alike, before any collective. The state is
+                unchanged, so the next plan works.
+        """
+        given = (slots, num_logits, query_start_loc, capacity, exchange, positions)
+        try:
+            plan, error = self._plan(*given), None
+        except ValueError as refused:
+            plan, error = None, refused
+        names = ("slots", "num_logits", "query_start_loc", "capacity", "exchange", "positions")
+        self.state.agree(
+            error,
+            **{name: _comparable(value) for name, value in zip(names, given, strict=True)},
+            owners=self.owners,
+            requests=None if plan is None else self.state.digest(plan.slots),
+        )
+        assert plan is not None
+        self.state.upload()
+        return plan
+
+    def _plan(
+        self,
+        slots_given: Sequence[int],
+        num_logits: Sequence[int] | None,
+        query_start_loc: Sequence[int] | None,
+        capacity: int | None,
+        exchange_name: str | None,
+        positions: Sequence[int] | Tensor | None,
+    ) -> ShardPlan:
+        state, axis = self.state, self.state.axis
+        slots = [state.check_slot(slot) for slot in host_integers("slots", slots_given)]
+        for i, slot in enumerate(slots):
+            state.params_of(slot)
+            if slot in slots[:i]:
+                raise ValueError(f"slots must be distinct, got {slot} more than once")
+        B, K = len(slots), state.num_speculative_tokens
+        rows = bounded("num_logits", [1] * B if num_logits is None else num_logits, B, 1, K + 1)
+        exchange = exchange_of(
+            check_exchange(state.exchange if exchange_name is None else exchange_name), axis
+        )
+        owners = POLICIES[self.owners](slots, rows, axis.size)
+        slots_B, rows_B, owners_B = (np.array(a, dtype=np.int64) for a in (slots, rows, owners))
+        rows_P = np.bincount(owners_B, rows_B, axis.size).astype(np.int64)
+
+        # Who holds which rows: under `batch` their owners, otherwise one holder has everything.
+        batch = exchange.name == "batch"
+        holders, me = (axis.size, axis.rank) if batch else (1, 0)
+        holder_B = owners_B if batch else np.zeros_like(owners_B)
+        most_rows = int(np.bincount(holder_B, rows_B, holders).max())
+        most_requests = int(np.bincount(holder_B, minlength=holders).max())
+        if capacity is not None:
+            if not batch:
+                raise ValueError(f'capacity must be None except under "batch", got {capacity}')
+            if integer("capacity", capacity) < most_rows:
+                raise ValueError(
+                    f"capacity must be >= {most_rows}, the fullest owner's rows, got {capacity}"
+                )
+        C = integer("capacity", capacity) if capacity is not None and B else most_rows
+
+        # Every row of the step in batch order: its request, its place in it, its hidden row.
+        first_B = np.cumsum(rows_B) - rows_B
+        request_T = np.repeat(np.arange(B), rows_B)
+        offset_T = np.arange(len(request_T)) - first_B[request_T]
+        end_B = np.cumsum(rows_B) if query_start_loc is None else _ends(query_start_loc, rows_B)
+        hidden_T = (end_B - rows_B)[request_T] + offset_T
+
+        row_order = _by_holder(holder_B[request_T], holders, C)  # [holders * C], rows of the step
+        mine = row_order[me * C : (me + 1) * C]
+        own_B = np.flatnonzero(holder_B == me)
+        cu = np.full(most_requests + 1, rows_B[own_B].sum(), dtype=np.int64)
+        cu[: len(own_B) + 1] = np.concatenate([[0], np.cumsum(rows_B[own_B])])
+        fields = [
+            hidden_T[row_order],
+            holder_B * C + _place_in_group(holder_B),
+            slots_B,
+            cu,
+            request_T[mine],
+            slots_B[request_T[mine]],
+            offset_T[mine],
+        ]
+        packed = torch.from_numpy(np.concatenate(fields)).to(state.device, non_blocking=True)
+        on_device = packed.split([len(field) for field in fields])
+        return ShardPlan(
+            state=state,
+            exchange=exchange,
+            slots=tuple(slots),
+            owners=tuple(owners),
+            rows_per_rank=tuple(int(n) for n in rows_P),
+            capacity=C,
+            num_rows=holders * C,
+            num_hidden_rows=int(end_B.max(initial=0)),
+            local_rows=int(rows_B[own_B].sum()),
+            local_requests=len(own_B),
+            max_requests_per_rank=most_requests,
+            max_rows_per_request=max(rows, default=0),
+            filters=state.filters(slots),
+            logits_indices=on_device[0],
+            gathered_src_indices=on_device[1],
+            batch_slots=on_device[2],
+            local_cu_num_logits=on_device[3],
+            row_requests=on_device[4],
+            row_slots=on_device[5],
+            row_offsets=on_device[6],
+            positions=None if positions is None else _on_device(positions, B, state.device),
+        )
+
+
+def _place_in_group(group_N: Array) -> Array:
+    """[N]: how many earlier entries have the same group. [0, 1, 0, 0] -> [0, 0, 1, 2]."""
+    order = np.argsort(group_N, kind="stable")
+    sizes = np.bincount(group_N)
+    place = np.empty_like(group_N)
+    place[order] = np.arange(len(group_N)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return place
+
+
+def _by_holder(holder_T: Array, holders: int, capacity: int) -> Array:
+    """[holders * capacity]: rows listed holder after holder, in order, the first row as padding."""
+    order = np.zeros(holders * capacity, dtype=np.int64)
+    order[holder_T * capacity + _place_in_group(holder_T)] = np.arange(len(holder_T))
+    return order
+
+
+def _ends(query_start_loc: Sequence[int], rows_B: Array) -> Array:
+    """[B]: one past each request's last hidden row."""
+    start = bounded("query_start_loc", query_start_loc, len(rows_B) + 1, 0, None)
+    for i, (begin, end) in enumerate(zip(start, start[1:], strict=False)):
+        if end - begin < rows_B[i]:
+            raise ValueError(
+                f"query_start_loc must leave request {i} at least {rows_B[i]} hidden rows, "
+                f"got {begin} to {end}"
+            )
+    return np.array(start[1:], dtype=np.int64)
+
+
+def host_integers(name: str, values: object) -> list[int]:
+    """A sequence of ints on the host, arrays and CPU tensors included."""
+    if isinstance(values, Tensor) and values.device.type != "cpu":
+        raise ValueError(f"{name} must be host data, got a tensor on {values.device}")
+    if isinstance(values, Tensor | np.ndarray):
+        values = values.tolist()
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise ValueError(f"{name} must be a sequence of integers, got {values!r}")
+    return [integer(f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+
+def bounded(name: str, values: object, length: int, low: int, high: int | None) -> list[int]:
+    """`length` host integers in [low, high]."""
+    numbers = host_integers(name, values)
+    if len(numbers) != length:
+        raise ValueError(f"{name} must have {length} entries, got {len(numbers)}")
+    for i, number in enumerate(numbers):
+        if number < low or (high is not None and number > high):
+            expected = f">= {low}" if high is None else f"in [{low}, {high}]"
+            raise ValueError(f"{name}[{i}] must be {expected}, got {number}")
+    return numbers
+
+
+def _on_device(positions: Sequence[int] | Tensor, length: int, device: torch.device) -> Tensor:
+    """Positions given by the caller, on the device. Values already there are clamped, not read."""
+    if isinstance(positions, Tensor) and positions.device.type != "cpu":
+        if positions.shape != (length,) or positions.dtype != torch.int64:
+            raise ValueError(
+                f"positions must be int64 of shape [{length}], "
+                f"got {positions.dtype} of shape {list(positions.shape)}"
+            )
+        return positions
+    numbers = bounded("positions", positions, length, 0, (1 << 63) - 1)
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def _comparable(values: object) -> object:
+    """A form of host data whose repr compares by value; device tensors stay."""
+    if isinstance(values, np.ndarray) or (isinstance(values, Tensor) and values.is_cpu):
+        return values.tolist()
+    return values
