@@ -121,17 +121,31 @@ def library_weights(values: np.ndarray, temperature: float) -> np.ndarray:
     return ops_values.weights(row, peak, floor, scale, len(values))[0, 0].numpy()
 
 
-def answers(batch: Batch, weights=library_weights) -> list[oracle.Answer]:
-    """What each request of the batch must be given."""
+def answers(batch: Batch, *, admitted: bool = False, weights=library_weights) -> list[oracle.Answer]:
+    """What each request of the batch must be given.
+
+    The seed of a request without one depends on its row, or with `admitted` on how many such requests
+    a state admitted before it.
+    """
     largest = torch.finfo(batch.logits.dtype).max
-    seeds = [oracle.unseeded_seed(batch.base_seed, j) if p.seed is None else p.seed for j, p in enumerate(batch.params)]
+    unseeded = [p.seed is None for p in batch.params]
+    numbers = [sum(unseeded[:j]) for j in range(len(batch))] if admitted else range(len(batch))
+    seeds = [
+        oracle.unseeded_seed(batch.base_seed, j) if p.seed is None else p.seed
+        for p, j in zip(batch.params, numbers, strict=True)
+    ]
     return [
-        oracle.sample(row, p, seed=s, position=t, vocab_size=batch.vocab_size, largest=largest, weights=weights)
-        for row, p, s, t in zip(batch.logits.float().numpy(), batch.params, seeds, batch.positions, strict=True)
+        oracle.sample(
+            row, p, seed=s, position=t, vocab_size=batch.vocab_size, largest=largest, weights=weights
+        )
+        for row, p, s, t in zip(
+            batch.logits.float().numpy(), batch.params, seeds, batch.positions, strict=True
+        )
     ]
 
 
 def tokens(batch: Batch) -> list[int]:
+    """The tokens of the stateless call."""
     return [answer.token for answer in answers(batch)]
 
 
@@ -198,7 +212,7 @@ def engine_step(mesh: DeviceMesh, batch: Batch, layout: Layout) -> dict[str, lis
 
 def expected_step(batch: Batch, order: Sequence[int] | None = None) -> dict[str, list]:
     """What `engine_step` must give."""
-    wanted = answers(batch)
+    wanted = answers(batch, admitted=True)
     wanted = wanted if order is None else [wanted[i] for i in order]
     return {
         "token_ids": [[a.token] for a in wanted],

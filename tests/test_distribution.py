@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 import torch
 
-from dtensor_sample import SamplingParams, sample
+from dtensor_sample import SamplingParams, ops, sample
 from dtensor_sample import random as streams
 from tests.batches import library_weights, shard_vocab
 from tests.oracle import HIGH, LOW
@@ -116,7 +116,8 @@ def test_rate_of_rare_tokens():
     """
     size, count = 1 << 18, 400_000
     positions = torch.arange(count)
-    uniforms = streams.uniform(torch.zeros_like(positions) + 5, positions, streams.TARGET)
+    zero = torch.zeros_like(positions)
+    uniforms = ops.uniform(zero + 5, positions, zero, streams.TARGET)
     for gap in (18.0, 20.5):
         values = np.full(size, -gap, np.float32)
         values[size // 2] = 0

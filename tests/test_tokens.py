@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dtensor_sample import (
@@ -55,7 +55,7 @@ def test_stateless_grid(ranks, dtype, exchange):
     assert ranks.run(sample_batches, batches, exchange) == [wanted] * ranks.size
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, phases=[Phase.generate])  # numbers of a seed cannot shrink
 @given(
     seed=st.integers(0, 2**32),
     rows=st.integers(0, 9),
@@ -76,7 +76,7 @@ def test_engine_properties(ranks, seed, rows, size, dtype, padding, exchange, ow
 def test_few_draws_depend_on_rounding():
     """Catches weights whose errors are more than noise: float64 weights give the same tokens."""
     batch = random_batch(5, 3000, 211)
-    differing = sum(a != b for a, b in zip(answers(batch), answers(batch, oracle.float64_weights), strict=True))
+    differing = sum(a != b for a, b in zip(answers(batch), answers(batch, weights=oracle.float64_weights), strict=True))
     assert differing <= 3
 
 
@@ -162,7 +162,7 @@ def test_positions_advance_by_what_was_emitted(ranks):
     wanted = []
     rng = np.random.default_rng(7)
     for _ in range(4):
-        step = answers(batches[-1])
+        step = answers(batches[-1], admitted=True)
         wanted.append([a.token for a in step])
         positions = [t + (not a.failed) for t, a in zip(batches[-1].positions, step, strict=True)]
         logits = batches[-1].logits[torch.from_numpy(rng.permutation(7))]

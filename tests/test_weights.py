@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dtensor_sample import ops
 from dtensor_sample import random as streams
 from tests import oracle
 from tests.batches import library_weights
@@ -67,14 +68,16 @@ POSITIONS = (0, 1, 2**31, 2**32 - 1, 2**32, 2**40 + 3, 2**62)
 
 def test_uniforms():
     """Catches dropped high words, swapped words, signed shifts: equal to Python ints bit for bit, all distinct."""
-    grid = [(s, p, stream, o) for s in SEEDS for p in POSITIONS for stream in range(5) for o in range(3)]
-    wanted = [oracle.uniform(s, p, stream=stream, offset=o) for s, p, stream, o in grid]
-    got = []
-    for seed, position, stream, offset in grid:
-        seed -= (seed >= 2**63) << 64  # 64 bits as int64 holds them
-        got.append(streams.uniform(torch.tensor([seed]), torch.tensor([position]), stream, offset).item())
-    assert got == wanted
-    assert len(set(got)) == len(grid)
+    seen: list[int] = []
+    for stream in range(5):
+        grid = [(s, p, o) for s in SEEDS for p in POSITIONS for o in (0, 1, 7, 2**32 - 1)]
+        wanted = [oracle.uniform(s, p, stream=stream, offset=o) for s, p, o in grid]
+        seeds, positions, offsets = zip(*grid, strict=True)
+        columns = np.array(seeds, np.uint64).view(np.int64), np.array(positions), np.array(offsets)
+        got = ops.uniform(*map(torch.from_numpy, columns), stream).tolist()
+        assert got == wanted
+        seen += got
+    assert len(set(seen)) == len(seen) == 5 * len(grid)
 
 
 def test_scaled_uniforms():
