@@ -1,4 +1,4 @@
-"""Batches of requests as the tests hand them around, the oracle's answers to them, and what a rank does with them.
+"""Batches of requests, the oracle's answers to them, and what a rank does with them.
 
 B requests, V true vocabulary, W >= V the width of the logits (padding included).
 """
@@ -46,7 +46,9 @@ class Batch:
         )
 
 
-def one_row(row: Sequence[float], count: int, params: SamplingParams, *, dtype=torch.float32, first: int = 0) -> Batch:
+def one_row(
+    row: Sequence[float], count: int, params: SamplingParams, *, dtype=torch.float32, first: int = 0
+) -> Batch:
     """`count` requests that share logits and params, at consecutive positions."""
     logits = torch.tensor(row, dtype=dtype).expand(count, -1)
     positions = list(range(first, first + count))
@@ -92,9 +94,15 @@ def random_params(rng: np.random.Generator, vocab_size: int, *, seeded: bool) ->
 
 
 def random_batch(
-    seed: int, size: int, vocab_size: int, *, dtype: torch.dtype = torch.float32, padding: int = 0, seeded: bool = False
+    seed: int,
+    size: int,
+    vocab_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    padding: int = 0,
+    seeded: bool = False,
 ) -> Batch:
-    """Rows and params of every kind, mixed; ids past the vocabulary hold the most tempting values there are."""
+    """Rows and params of every kind; ids past the vocabulary hold the most tempting values."""
     rng = np.random.default_rng(seed)
     width = vocab_size + padding
     logits = np.empty((size, width))
@@ -114,18 +122,20 @@ def random_batch(
 
 
 def library_weights(values: np.ndarray, temperature: float) -> np.ndarray:
-    """The integers that the library gives the tokens of a row; test_weights.py compares them with float64."""
+    """The library's integers for a row's tokens; test_weights.py compares them with float64."""
     row = torch.from_numpy(values)[None, None]
     peak, floor = row.amax((1, 2)), torch.tensor([-torch.inf])
     scale = torch.tensor([math.log2(math.e) / temperature], dtype=torch.float32)
     return ops_values.weights(row, peak, floor, scale, len(values))[0, 0].numpy()
 
 
-def answers(batch: Batch, *, admitted: bool = False, weights=library_weights) -> list[oracle.Answer]:
+def answers(
+    batch: Batch, *, admitted: bool = False, weights=library_weights
+) -> list[oracle.Answer]:
     """What each request of the batch must be given.
 
-    The seed of a request without one depends on its row, or with `admitted` on how many such requests
-    a state admitted before it.
+    The seed of a request without one depends on its row, or with `admitted` on how many such
+    requests a state admitted before it.
     """
     largest = torch.finfo(batch.logits.dtype).max
     unseeded = [p.seed is None for p in batch.params]
@@ -136,7 +146,13 @@ def answers(batch: Batch, *, admitted: bool = False, weights=library_weights) ->
     ]
     return [
         oracle.sample(
-            row, p, seed=s, position=t, vocab_size=batch.vocab_size, largest=largest, weights=weights
+            row,
+            p,
+            seed=s,
+            position=t,
+            vocab_size=batch.vocab_size,
+            largest=largest,
+            weights=weights,
         )
         for row, p, s, t in zip(
             batch.logits.float().numpy(), batch.params, seeds, batch.positions, strict=True
@@ -155,14 +171,20 @@ def tokens(batch: Batch) -> list[int]:
 def shard_vocab(logits: torch.Tensor, mesh: DeviceMesh, dim: int = -1) -> DTensor:
     """Whole logits as the DTensor that a column-parallel lm_head would have made of them."""
     dim %= logits.ndim
-    sizes = [len(part) for part in torch.arange(logits.shape[dim]).chunk(mesh.size())] + [0] * mesh.size()
+    sizes = [len(part) for part in torch.arange(logits.shape[dim]).chunk(mesh.size())] + [
+        0
+    ] * mesh.size()
     rank = mesh.get_local_rank()
     local = logits.narrow(dim, sum(sizes[:rank]), sizes[rank]).to(mesh.device_type)
     stride = torch.empty(logits.shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=logits.shape, stride=stride)
+    return DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=logits.shape, stride=stride
+    )
 
 
-def sample_batches(mesh: DeviceMesh, batches: Sequence[Batch], exchange: str = "auto") -> list[list[int]]:
+def sample_batches(
+    mesh: DeviceMesh, batches: Sequence[Batch], exchange: str = "auto"
+) -> list[list[int]]:
     """The stateless call on each batch."""
     return [
         sample(
@@ -193,10 +215,15 @@ class Layout:
 
 
 def engine_step(mesh: DeviceMesh, batch: Batch, layout: Layout) -> dict[str, list]:
-    """One step of an engine that admits the whole batch: the outputs of the requests in `layout.order`."""
+    """One step of an engine that admitted the whole batch: outputs of those in `layout.order`."""
     slots = range(len(batch)) if layout.slots is None else layout.slots
     order = range(len(batch)) if layout.order is None else layout.order
-    state = SamplingState(mesh, vocab_size=batch.vocab_size, max_num_reqs=max(slots, default=0) + 1, seed=batch.base_seed)
+    state = SamplingState(
+        mesh,
+        vocab_size=batch.vocab_size,
+        max_num_reqs=max(slots, default=0) + 1,
+        seed=batch.base_seed,
+    )
     for slot, params, position in zip(slots, batch.params, batch.positions, strict=True):
         state.add(slot, params, position=position)
     sharder = BatchSharder(state, owners=layout.owners)

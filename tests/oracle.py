@@ -1,8 +1,8 @@
-"""What the library must answer: one process, one row at a time, exact, and as plain as the definitions.
+"""What the library must answer: one process, one row at a time, as plain as the definitions.
 
-Nothing here imports `dtensor_sample`. Integers are Python or numpy int64 (a row's weights add up to at most
-2^62), comparisons are on float32 values. The weights of a row may be given, so that a draw can be compared
-token for token; `float64_weights` computes them independently to check the given ones.
+Nothing here imports `dtensor_sample`. Integers are Python's or numpy int64 (a row's weights add up
+to at most 2^62), comparisons are of float32 values. The weights of a row may be given, so that a
+draw can be compared token for token; `float64_weights` computes them independently.
 
 Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -16,7 +16,7 @@ TARGET, DRAFT, COIN, RECOVERY, SPAWN = range(5)
 """Random streams."""
 
 LOW, HIGH = 1928571472, 2589576016
-"""Positions at which the target uniforms of seed 0 are smaller than 7e-10, and larger than 1 - 4e-11."""
+"""Positions at which the target uniform of seed 0 is below 7e-10, and above 1 - 4e-11."""
 
 _WORD = 0xFFFFFFFF
 
@@ -59,7 +59,7 @@ def weight_bits(vocab_size: int) -> int:
 
 
 def clean(logits: np.ndarray, vocab_size: int, largest: float) -> tuple[np.ndarray, int]:
-    """A row as float32 without padding, NaN or +inf, and how many NaNs it had; `largest` is the dtype's."""
+    """A row as float32 without padding, NaN or +inf (now `largest`), and how many NaNs it had."""
     values = logits[:vocab_size].astype(np.float32)
     nans = np.isnan(values)
     values[nans] = -np.inf
@@ -67,7 +67,7 @@ def clean(logits: np.ndarray, vocab_size: int, largest: float) -> tuple[np.ndarr
 
 
 def scaled(values: np.ndarray, temperature: float) -> np.ndarray:
-    """y = (x - max x) * log2(e) / T with the roundings of float32: the weight of x is 2^(S + y)."""
+    """Y = (x - max x) * log2(e) / T with the roundings of float32: the weight of x is 2^(S + y)."""
     factor = np.float32(math.log2(math.e) / temperature)
     with np.errstate(over="ignore"):
         return (values - values.max()) * factor
@@ -84,7 +84,7 @@ def is_greedy(params) -> bool:
 
 
 def threshold(values: np.ndarray, weights: np.ndarray, params) -> float:
-    """The smallest value that min-p, top-k and top-p (in this order) keep; -inf where all are off."""
+    """The smallest value that min-p, top-k and top-p (in this order) keep; -inf if all are off."""
     least = np.float32(-np.inf)
     if params.min_p > 0:
         least = values.max() + np.float32(params.temperature * math.log(params.min_p))
@@ -122,8 +122,17 @@ class Answer:
     """True when no token is left."""
 
 
-def sample(logits, params, *, seed: int, position: int, vocab_size: int, largest: float, weights=float64_weights):
-    """The Answer for one row of logits; `weights(values, temperature)` gives the integers to draw from."""
+def sample(
+    logits,
+    params,
+    *,
+    seed: int,
+    position: int,
+    vocab_size: int,
+    largest: float,
+    weights=float64_weights,
+):
+    """The Answer for one row of logits; `weights(values, temperature)` is what to draw from."""
     values, num_nans = clean(logits, vocab_size, largest)
     if values.max() == -np.inf:
         return Answer(-1, num_nans, True)

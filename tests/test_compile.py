@@ -1,7 +1,6 @@
-"""Compiled steps: the eager tokens, and few compilations. One pool of ranks compiles for all tests."""
+"""Compiled steps: the eager tokens, and few compilations."""
 
 import numpy as np
-import torch
 from torch._dynamo.utils import counters
 
 from dtensor_sample import BatchSharder, Sampler, SamplingState
@@ -9,9 +8,13 @@ from tests.batches import Batch, random_batch, shard_vocab, tokens
 from tests.pool import worlds
 
 
-def compiled_steps(mesh, batch: Batch, exchange: str, orders: list[list[int]]) -> tuple[list[list[int]], int]:
-    """Tokens of compiled steps over parts of a batch, and how many graphs were compiled for them."""
-    state = SamplingState(mesh, vocab_size=batch.vocab_size, max_num_reqs=len(batch), seed=batch.base_seed)
+def compiled_steps(
+    mesh, batch: Batch, exchange: str, orders: list[list[int]]
+) -> tuple[list[list[int]], int]:
+    """Tokens of compiled steps over parts of a batch, and how many graphs were compiled."""
+    state = SamplingState(
+        mesh, vocab_size=batch.vocab_size, max_num_reqs=len(batch), seed=batch.base_seed
+    )
     for slot, params in enumerate(batch.params):
         state.add(slot, params)
     sharder, sampler = BatchSharder(state), Sampler(state, compile=True)
@@ -28,7 +31,7 @@ def compiled_steps(mesh, batch: Batch, exchange: str, orders: list[list[int]]) -
 
 @worlds("cpu:2", "cuda:2")
 def test_compiled_steps(ranks):
-    """Catches traced arithmetic that rounds otherwise, and a compilation for each batch size or feature.
+    """Catches traced arithmetic that rounds otherwise, and a compilation for each size or feature.
 
     Sizes 0 and 1 are frequent on owners, so they must not multiply compilations.
     """
@@ -42,4 +45,5 @@ def test_compiled_steps(ranks):
         results = ranks.run(compiled_steps, batch, exchange, orders, timeout=100)
         assert all(drawn == wanted for drawn, _ in results)
         compiled = {count for _, count in results}
-        assert len(compiled) == 1 and compiled.pop() <= 4
+        assert len(compiled) == 1
+        assert compiled.pop() <= 4

@@ -1,12 +1,13 @@
 """What this library relies on in DTensor, what it must not rely on, and its own rules for DTensors.
 
-Upstream faults are kept as canaries: a test accepts the known wrong answer and the right one, and says
-which it saw, so that it fails on neither a torch that still has the fault nor one without it.
+Upstream faults are kept as canaries: such a test accepts the known wrong answer and the right one,
+and records which it saw, so that it passes with and without the fault.
 """
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_sample import ops, vocab_sharded
 from tests.batches import shard_vocab
@@ -14,7 +15,7 @@ from tests.pool import worlds
 
 
 def global_shapes(mesh, sizes: list[int]) -> tuple[list[tuple], list[tuple], list[bool]]:
-    """Shapes of wrapped vocabulary shards: by the library, by DTensor's guess; and whether values are right."""
+    """Global shapes by the library, by DTensor's guess, and whether the values are right."""
     ours, guessed, right = [], [], []
     for size in sizes:
         full = torch.arange(4.0 * size, device=mesh.device_type).view(4, size)
@@ -31,7 +32,8 @@ def test_global_shapes_of_uneven_shards(ranks, record_property):
     sizes = [1, 3, 10, 13, 151]
     results = ranks.run(global_shapes, sizes)
     for ours, _, right in results:
-        assert ours == [(4, size) for size in sizes] and all(right)
+        assert ours == [(4, size) for size in sizes]
+        assert all(right)
     guesses = [shapes for _, shapes, _ in results]
     record_property("from_local_guesses_agree", all(shapes == guesses[0] for shapes in guesses))
 
@@ -41,13 +43,15 @@ SCANS = {"cumsum": torch.cumsum, "cumprod": torch.cumprod, "logcumsumexp": torch
 
 def scan(mesh, name: str, dim: int) -> list[float]:
     full = torch.arange(1.0, 9.0, device=mesh.device_type)[None]
-    return SCANS[name](shard_vocab(full, mesh), dim).full_tensor()[0].tolist()
+    scanned = SCANS[name](shard_vocab(full, mesh), dim)
+    assert isinstance(scanned, DTensor)
+    return scanned.full_tensor()[0].tolist()
 
 
 @worlds("cpu:4")
 @pytest.mark.parametrize("name", SCANS)
 def test_canary_scans_over_a_sharded_dim(ranks, name, record_property):
-    """torch 2.13 scans each shard alone when dim is written as -1; hence no scan here runs on a DTensor."""
+    """Torch 2.13 scans each shard alone when dim is written as -1; hence no scan here runs on a DTensor."""
     full = torch.arange(1.0, 9.0)
     whole = SCANS[name](full, 0)
     by_shard = torch.cat([SCANS[name](part, 0) for part in full.chunk(ranks.size)])
@@ -65,27 +69,33 @@ def ops_on_dtensors(mesh, dtype: torch.dtype) -> list[str]:
     vocab_size = ranks * width - 2
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, ranks, width, generator=generator).to(dtype).to(device)
-    x[1, 0, 2], x[2] = torch.nan, -torch.inf
+    x[0, 0, 2], x[1] = torch.nan, -torch.inf
     first = torch.arange(ranks, device=device) * width
-    peak, _ = ops.unpack_peak(ops.peak(x, first, vocab_size)[..., 0].amax(1))
+    peak, _ = ops.unpack_peak(ops.peak(x, first, None, vocab_size)[..., 0].amax(1))
     floor = peak - torch.rand(rows, generator=generator).to(device) * 3
     scale = torch.full((rows,), 1.7, device=device)
-    mass = ops.mass(x, first, peak, floor, scale, vocab_size)
+    mass = ops.mass(x, first, None, peak, floor, scale, vocab_size)
     start, point = mass.cumsum(1) - mass, mass.sum(1) // 3
     prefix = torch.zeros(rows, dtype=torch.int64, device=device)
     arguments = {
-        "peak": (ops.peak, (x, first, vocab_size)),
-        "mass": (ops.mass, (x, first, peak, floor, scale, vocab_size)),
-        "pick": (ops.pick, (x, first, peak, floor, scale, start, point, vocab_size)),
-        "histogram": (ops.histogram, (x, first, peak, floor, scale, prefix, vocab_size, 0, True)),
-        "count": (ops.histogram, (x, first, peak, floor, scale, prefix, vocab_size, 0, False)),
+        "peak": (ops.peak, (x, first, None, vocab_size)),
+        "mass": (ops.mass, (x, first, None, peak, floor, scale, vocab_size)),
+        "pick": (ops.pick, (x, first, None, peak, floor, scale, start, point, vocab_size)),
+        "histogram": (
+            ops.histogram,
+            (x, first, None, peak, floor, scale, prefix, vocab_size, 0, True),
+        ),
+        "count": (
+            ops.histogram,
+            (x, first, None, peak, floor, scale, prefix, vocab_size, 0, False),
+        ),
     }
 
     def spread(value, layout: str):
         if not isinstance(value, torch.Tensor):
             return value
         by_segment = value is first or value is x or value is start
-        placement = Replicate()
+        placement: Placement = Replicate()
         if layout == "rows" and value is not first:
             placement = Shard(0)
         if layout == "segments" and by_segment:

@@ -1,6 +1,7 @@
 """Greedy choice, filters and temperatures at their edges, as sets of tokens that are drawn."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tests.pool import worlds
 
 
 def winners(mesh, exchange: str) -> list[list[int]]:
-    """Greedy tokens of rows whose maximum stands at every id in turn, then twice at every distance."""
+    """Greedy tokens of rows whose maximum stands at each id, then at each pair of ids."""
     results = []
     for size in (8, 10, 13):
         for dtype in DTYPES:
@@ -22,14 +23,16 @@ def winners(mesh, exchange: str) -> list[list[int]]:
             pairs = torch.triu_indices(size, size, 1)
             ties = rows[pairs[0]].maximum(rows[pairs[1]])
             logits = shard_vocab(torch.cat([rows, ties]), mesh)
-            for params in (SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(top_p=0)):
-                results.append(sample(logits, params, position=0, exchange=exchange).tolist())
+            results += [
+                sample(logits, SamplingParams(**greedy), position=0, exchange=exchange).tolist()
+                for greedy in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0})
+            ]
     return results
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_greedy_at_every_id(ranks, exchange):
-    """Catches local ids taken for global ones, and ties that do not go to the lowest id over all shards."""
+    """Catches local ids taken for global ones, and ties that do not go to the lowest id."""
     wanted = []
     for size in (8, 10, 13):
         lower = [i for i in range(size) for _ in range(i + 1, size)]
@@ -47,7 +50,7 @@ def log(*probabilities: float) -> list[float]:
 
 INF = math.inf
 POWERS = {"temperature": math.log2(math.e)}  # weights are exact powers of two
-SETS = [
+SETS: list[tuple[str, list[float], dict[str, Any], set[int]]] = [
     # What it is, a row of logits, parameters, ids that are drawn.
     ("k then p", log(0.1, 0.2, 0.3, 0.4), {"top_k": 2, "top_p": 0.5}, {3}),
     ("p alone", log(0.1, 0.2, 0.3, 0.4), {"top_p": 0.5}, {2, 3}),
@@ -75,9 +78,10 @@ SETS = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kept_sets(ranks, dtype):
-    """Catches a cut tie, a filter in the wrong order, an edge on the wrong side, a bad value kept."""
+    """Catches a cut tie, filters in the wrong order, an edge on the wrong side, a bad value."""
     cases = [
-        one_row(row, 200, SamplingParams(seed=3, **params), dtype=dtype) for _, row, params, _ in SETS
+        one_row(row, 200, SamplingParams(seed=3, **params), dtype=dtype)
+        for _, row, params, _ in SETS
     ]
     for got in ranks.run(drawn_sets, cases):
         assert {name: s for (name, *_), s in zip(SETS, got, strict=True)} == {
@@ -103,7 +107,9 @@ def test_cold_rows(ranks, dtype):
     """Catches an overflow at small temperatures: always a largest value, at any scale."""
     rng = np.random.default_rng(0)
     values = rng.normal(0, 1, (16, 37))
-    values[:, 20] = values[:, 30] = values.max(1) + 0.1  # far enough for every dtype and temperature
+    values[:, 20] = values[:, 30] = (
+        values.max(1) + 0.1
+    )  # far enough for every dtype and temperature
     batches = [
         Batch(
             logits=torch.from_numpy(np.clip(values * scale, -6e4, 6e4)).to(dtype),
@@ -149,12 +155,18 @@ LARGE = 200_000
 
 
 def first_and_last_ids(mesh) -> list[list[int]]:
-    """Draws at the ends of a Gaussian row in ascending order and a flat one, under filters that are off."""
+    """Draws at the ends of an ascending Gaussian row and a flat one, under filters that are off."""
     rows = torch.randn(LARGE, generator=torch.Generator().manual_seed(0)).sort().values
     logits = shard_vocab(torch.stack([rows, rows, torch.zeros(LARGE), torch.zeros(LARGE)]), mesh)
-    filters = [{}, {"top_p": 1.0, "top_k": LARGE}, {"top_p": 1 - 2.0**-33}, {"top_k": LARGE - 1}]
+    filters: list[dict[str, Any]] = [
+        {},
+        {"top_p": 1.0, "top_k": LARGE},
+        {"top_p": 1 - 2.0**-33},
+        {"top_k": LARGE - 1},
+    ]
     return [
-        sample(logits, SamplingParams(seed=0, **f), position=[LOW, HIGH] * 2).tolist() for f in filters
+        sample(logits, SamplingParams(seed=0, **f), position=[LOW, HIGH] * 2).tolist()
+        for f in filters
     ]
 
 

@@ -1,4 +1,4 @@
-"""Tokens do not depend on how a step is laid out. The reference is the oracle, so all worlds agree too."""
+"""Tokens do not depend on how a step is laid out: the reference for all is the oracle."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -41,7 +41,7 @@ def many(dtype: torch.dtype) -> Batch:
 
 
 def layouts(seed: int) -> list[Layout]:
-    """Layouts at random: sparse slots, any part of the batch in any order, every policy and exchange."""
+    """Random layouts: sparse slots, part of the batch in any order, every policy and exchange."""
     rng = np.random.default_rng(seed)
     made = [Layout(order=order) for order in ([], [3], range(MANY), range(MANY)[::-1])]
     for i in range(24):
@@ -65,7 +65,7 @@ def engine_steps(mesh, batch: Batch, many_layouts: list[Layout]) -> list[dict[st
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layout_changes_nothing(ranks, dtype):
-    """Catches results that depend on owner, slot, order, neighbours, capacity, exchange or ranks."""
+    """Catches results that depend on owner, slot, order, neighbours, capacity or exchange."""
     batch, chosen = many(dtype), layouts(DTYPES.index(dtype))
     wanted = [expected_step(batch, layout.order) for layout in chosen]
     for got in ranks.run(engine_steps, batch, chosen):
@@ -88,13 +88,19 @@ def test_padding_changes_nothing(ranks):
 def unique_params(count: int) -> list[SamplingParams]:
     """Parameters that no two requests share, none of them greedy."""
     return [
-        SamplingParams(temperature=0.5 + 0.1 * i, top_k=2 + i, top_p=1 - 0.03 * i, min_p=0.001 * i, seed=1000 + i)
+        SamplingParams(
+            temperature=0.5 + 0.1 * i,
+            top_k=2 + i,
+            top_p=1 - 0.03 * i,
+            min_p=0.001 * i,
+            seed=1000 + i,
+        )
         for i in range(count)
     ]
 
 
 def test_parameters_reach_their_request(ranks):
-    """Catches parameters packed or padded in another order than rows: all sizes 1..3P+1, holes in slots."""
+    """Catches parameters in another order than rows: all sizes 1..3P+1, holes in slots."""
     for count in range(1, 3 * ranks.size + 2):
         rng = np.random.default_rng(count)
         batch = Batch(
@@ -105,7 +111,9 @@ def test_parameters_reach_their_request(ranks):
         )
         wanted = expected_step(batch)
         if count > 4:
-            assert wanted != expected_step(replace(batch, params=batch.params[1:] + batch.params[:1]))
+            assert wanted != expected_step(
+                replace(batch, params=batch.params[1:] + batch.params[:1])
+            )
         for owners in OWNERS:
             slots = (rng.permutation(2 * count)[:count] + 3).tolist()
             got = ranks.run(engine_step, batch, Layout(owners=owners, slots=slots))
@@ -125,7 +133,8 @@ def owned_counts(mesh, vectors: list[list[int]]) -> list[list[int]]:
         slots = [r + ranks * k for r, count in enumerate(vector) for k in range(count)]
         slots = np.random.default_rng(vector).permutation(slots).astype(int).tolist()
         plan = sharder.plan(slots, exchange="batch")
-        assert list(plan.rows_per_rank) == vector and plan.capacity == max(vector)
+        assert list(plan.rows_per_rank) == vector
+        assert plan.capacity == max(vector)
         logits = shard_vocab(plan.select(coded[: len(slots)]), mesh)
         exchanged = sampler.exchange(logits, plan)
         results.append(sampler.gather(sampler.draw(exchanged, plan), plan).token_ids[:, 0].tolist())
@@ -133,7 +142,7 @@ def owned_counts(mesh, vectors: list[list[int]]) -> list[list[int]]:
 
 
 def test_every_count_of_owned_rows(ranks):
-    """Catches rows lost, doubled or swapped when owners hold unequal numbers of rows, zero included."""
+    """Catches rows lost, doubled or swapped when owners hold unequal numbers of them, or none."""
     vectors = [list(v) for v in np.ndindex(*(4,) * ranks.size)]
     wanted = [list(range(sum(v))) for v in vectors]
     assert ranks.run(owned_counts, vectors) == [wanted] * ranks.size
@@ -189,7 +198,7 @@ def on_two_axes(mesh, batches: list[Batch]) -> tuple[list[list[int]], dict[str, 
 
 @worlds("cpu:4")
 def test_mesh_of_two_axes(ranks):
-    """Catches collectives on the wrong group, or one axis waiting for rows that only the other has."""
+    """Catches collectives on the wrong group, or a wait for rows that another group has."""
     batches = [random_batch(21, 7, 13, seeded=True), random_batch(22, 6, 13, seeded=True)]
     wanted = [([tokens(batch)] * 3, expected_step(batch)) for batch in batches]
     assert ranks.run(on_two_axes, batches) == [wanted[dp] for dp in (0, 0, 1, 1)]

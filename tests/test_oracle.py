@@ -4,7 +4,6 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
-
 import pytest
 
 from tests import oracle
@@ -29,17 +28,20 @@ def params(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     ],
 )
 def test_philox_known_answers(counter, key, answer):
-    """Random123's published vectors for philox4x32-10: catches a wrong constant, round count or word order."""
+    """Random123's vectors for philox4x32-10: catches a wrong constant, round count, word order."""
     assert oracle.philox4x32(counter, key) == answer
 
 
 def test_uniforms_use_all_words():
-    """Catches a dropped high word: every bit of seed and position, the stream and the offset must matter."""
+    """Catches a dropped word: every bit of seed and position, the stream and the offset matter."""
     first = oracle.uniform(0, 0)
-    others = {oracle.uniform(1 << bit, 0) for bit in range(64)} | {oracle.uniform(0, 1 << bit) for bit in range(63)}
+    others = {oracle.uniform(1 << bit, 0) for bit in range(64)} | {
+        oracle.uniform(0, 1 << bit) for bit in range(63)
+    }
     others |= {oracle.uniform(0, 0, stream=stream) for stream in range(1, 5)}
     others |= {oracle.uniform(0, 0, offset=offset) for offset in range(1, 9)}
-    assert len(others) == 64 + 63 + 4 + 8 and first not in others
+    assert len(others) == 64 + 63 + 4 + 8
+    assert first not in others
     assert all(0 <= u < 2**62 for u in others)
 
 
@@ -50,26 +52,33 @@ def test_extreme_uniforms():
 
 
 def kept_by_definition(values, weights, p) -> list[bool]:
-    """The kept set, token by token, with fractions: what `oracle.threshold` says with one number."""
+    """The kept set, token by token, with fractions: what `oracle.threshold` says in one number."""
     alive = [v > -np.inf for v in values]
     if p.min_p > 0:
         edge = np.float32(max(values) + np.float32(p.temperature * np.log(p.min_p)))
         alive = [a and v >= edge for a, v in zip(alive, values, strict=True)]
     if 0 < p.top_k < len(values):
-        alive = [a and sum(w > v for w in values) < p.top_k for a, v in zip(alive, values, strict=True)]
+        alive = [
+            a and sum(w > v for w in values) < p.top_k for a, v in zip(alive, values, strict=True)
+        ]
     share = Fraction(round(p.top_p * 2**31), 2**31)
     if share < 1:
         total = sum(int(w) for w, a in zip(weights, alive, strict=True) if a)
-        over = [sum(int(w) for w, a, x in zip(weights, alive, values, strict=True) if a and x > v) for v in values]
+        over = [
+            sum(int(w) for w, a, x in zip(weights, alive, values, strict=True) if a and x > v)
+            for v in values
+        ]
         alive = [a and (o == 0 or o < share * total) for a, o in zip(alive, over, strict=True)]
     return alive
 
 
 def test_kept_set_by_definition():
-    """Catches a threshold that is off by one token, a tie cut in two, or a filter in the wrong order."""
+    """Catches a threshold that is off by one token, a cut tie, or a filter in the wrong order."""
     rng = np.random.default_rng(0)
     for _ in range(300):
-        values = rng.choice([-np.inf, -3.0, -1.0, 0.0, -0.0, 0.5, 2.0], size=rng.integers(1, 9)).astype(np.float32)
+        values = rng.choice(
+            [-np.inf, -3.0, -1.0, 0.0, -0.0, 0.5, 2.0], size=rng.integers(1, 9)
+        ).astype(np.float32)
         values[rng.integers(len(values))] = 1.0
         p = params(
             temperature=float(rng.choice([0.5, 1.0, 2.0])),
@@ -78,23 +87,27 @@ def test_kept_set_by_definition():
             min_p=float(rng.choice([0.0, 0.05, 0.5, 1.0])),
         )
         weights = oracle.float64_weights(values, p.temperature)
-        assert oracle.kept(values, weights, p).tolist() == kept_by_definition(values, weights, p), (values, p)
+        assert oracle.kept(values, weights, p).tolist() == kept_by_definition(values, weights, p), (
+            values,
+            p,
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 111, 1003])
 def test_weights_fit(size):
-    """Catches a weight scale that overflows 2^62 on a flat row, or wastes more than one bit of it."""
+    """Catches a weight scale that overflows 2^62 on a flat row, or wastes more than a bit."""
     weights = oracle.float64_weights(np.zeros(size, np.float32), 1.0)
     assert 2**61 < sum(map(int, weights)) <= 2**62
     assert set(weights.tolist()) == {2 ** oracle.weight_bits(size)}
 
 
 def test_draw_covers_each_weight_exactly():
-    """Catches an off-by-one at either end: with total 2^8, each id gets its weight's share of the 2^62 uniforms."""
+    """Catches an off-by-one at either end: each id gets its weight's share of the uniforms."""
     weights = np.array([0, 3, 0, 250, 2, 1, 0])
     drawn = [oracle.draw(weights, k << 54) for k in range(256)]
     assert [drawn.count(i) for i in range(7)] == weights.tolist()
-    assert oracle.draw(weights, 0) == 1 and oracle.draw(weights, 2**62 - 1) == 5
+    assert oracle.draw(weights, 0) == 1
+    assert oracle.draw(weights, 2**62 - 1) == 5
 
 
 def test_rows_without_tokens_and_bad_values():
@@ -103,7 +116,9 @@ def test_rows_without_tokens_and_bad_values():
 
     def answer(row, **kwargs):
         row = np.array(row, np.float32)
-        return oracle.sample(row, params(**kwargs), seed=1, position=2, vocab_size=3, largest=65504.0)
+        return oracle.sample(
+            row, params(**kwargs), seed=1, position=2, vocab_size=3, largest=65504.0
+        )
 
     assert answer([nan, nan, nan, 1.0]) == oracle.Answer(-1, 3, True)
     assert answer([-inf, -inf, -inf, nan]) == oracle.Answer(-1, 0, True)

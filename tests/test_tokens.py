@@ -50,7 +50,7 @@ def grid(dtype: torch.dtype) -> tuple[list[Batch], list[list[int]]]:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stateless_grid(ranks, dtype, exchange):
-    """Catches a wrong id offset, threshold, weight or uniform in some dtype, width, batch size or exchange."""
+    """Catches a wrong id offset, threshold or uniform in some dtype, width, size or exchange."""
     batches, wanted = grid(dtype)
     assert ranks.run(sample_batches, batches, exchange) == [wanted] * ranks.size
 
@@ -67,7 +67,7 @@ def test_stateless_grid(ranks, dtype, exchange):
     spare=st.integers(0, 2),
 )
 def test_engine_properties(ranks, seed, rows, size, dtype, padding, exchange, owners, spare):
-    """Catches wrong bookkeeping of an engine's step: ids, counts, NaNs and failures of mixed rows."""
+    """Catches wrong bookkeeping of an engine's step: ids, counts, NaNs, failures of mixed rows."""
     batch = random_batch(seed, rows, size, dtype=dtype, padding=padding)
     layout = Layout(exchange=exchange, owners=owners, spare=spare if exchange == "batch" else 0)
     assert ranks.run(engine_step, batch, layout) == [expected_step(batch)] * ranks.size
@@ -76,7 +76,10 @@ def test_engine_properties(ranks, seed, rows, size, dtype, padding, exchange, ow
 def test_few_draws_depend_on_rounding():
     """Catches weights whose errors are more than noise: float64 weights give the same tokens."""
     batch = random_batch(5, 3000, 211)
-    differing = sum(a != b for a, b in zip(answers(batch), answers(batch, weights=oracle.float64_weights), strict=True))
+    differing = sum(
+        a != b
+        for a, b in zip(answers(batch), answers(batch, weights=oracle.float64_weights), strict=True)
+    )
     assert differing <= 3
 
 
@@ -96,7 +99,13 @@ def same_in_every_form(mesh, batch: Batch) -> list[list[int]]:
         sample(plain, batch.params, position=positions, **common),
         sample(cube, batch.params, position=positions.view(2, -1), **common).flatten(),
         *(
-            sample(replicated(full, mesh), batch.params, position=positions, exchange=exchange, **common)
+            sample(
+                replicated(full, mesh),
+                batch.params,
+                position=positions,
+                exchange=exchange,
+                **common,
+            )
             for exchange in EXCHANGES
         ),
     ]
@@ -105,7 +114,7 @@ def same_in_every_form(mesh, batch: Batch) -> list[list[int]]:
 
 @pytest.mark.parametrize("size", [3, 10, 111])
 def test_forms_of_arguments(ranks, size):
-    """Catches a form that is read differently: shard or replica, list or tensor, [B] or [2, B/2] rows."""
+    """Catches a form read differently: shard or replica, list or tensor, [B] or [2, B/2]."""
     batch = random_batch(size, 6, size)
     for results in ranks.run(same_in_every_form, batch):
         assert results == [tokens(batch)] * len(results)
@@ -119,7 +128,10 @@ def padded_shards(mesh, vocab_size: int, width: int, rows: int) -> list[list[int
     positions = list(range(rows))
     return [
         sample(
-            logits, SamplingParams(temperature=t, top_k=k, seed=1), position=positions, vocab_size=vocab_size
+            logits,
+            SamplingParams(temperature=t, top_k=k, seed=1),
+            position=positions,
+            vocab_size=vocab_size,
         ).tolist()
         for logits in (shard_vocab(full, mesh), vocab_sharded(local, mesh, vocab_size=vocab_size))
         for t, k in ((1.0, 0), (0.0, 0), (1.0, vocab_size + 1))
@@ -127,7 +139,7 @@ def padded_shards(mesh, vocab_size: int, width: int, rows: int) -> list[list[int
 
 
 def test_padded_vocabulary(ranks):
-    """Catches padding that is sampled: ten real logits of -5, and two padded ones of 0 above them."""
+    """Catches padding that is sampled: ten real logits of -5, two padded ones of 0 above them."""
     batch = Batch(
         logits=torch.full((64, 10), -5.0),
         vocab_size=10,
@@ -143,7 +155,9 @@ def test_padded_vocabulary(ranks):
 def steps_of_one_state(mesh, batches: list[Batch]) -> list[list[list[int]]]:
     """Requests that stay: consecutive steps whose positions only the state advances."""
     first = batches[0]
-    state = SamplingState(mesh, vocab_size=first.vocab_size, max_num_reqs=2 * len(first), seed=first.base_seed)
+    state = SamplingState(
+        mesh, vocab_size=first.vocab_size, max_num_reqs=2 * len(first), seed=first.base_seed
+    )
     for i, (params, position) in enumerate(zip(first.params, first.positions, strict=True)):
         state.add(2 * i, params, position=position)
     sharder, sampler = BatchSharder(state), Sampler(state)

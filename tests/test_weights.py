@@ -32,7 +32,9 @@ def test_weights_against_float64(size, temperature):
     wanted = exact(rounded, size)
     bound = POLYNOMIAL + EXPONENT_STEP * math.log(2)
     assert np.all(np.abs(got - wanted) <= bound * wanted + 1)
-    assert np.all(np.abs(oracle.float64_weights(values, temperature) - wanted) <= 0.5 + 1e-15 * wanted)
+    assert np.all(
+        np.abs(oracle.float64_weights(values, temperature) - wanted) <= 0.5 + 1e-15 * wanted
+    )
     assert got[-1] == 1 << oracle.weight_bits(size)
     # Against real numbers: float32 rounds the difference, the factor and the product.
     true = values.astype(np.float64) * math.log2(math.e) / temperature
@@ -46,12 +48,13 @@ def test_weights_are_monotone_and_bounded():
     edges = np.array([np.nextafter(np.float32(-n), np.float32(0)) for n in range(1, 60)])
     values = np.sort(np.concatenate([steps, edges]).astype(np.float32))
     weights = library_weights(values, math.log2(math.e))
-    assert np.all(np.diff(weights) >= 0) and weights[0] >= 0
+    assert np.all(np.diff(weights) >= 0)
+    assert weights[0] >= 0
     assert weights[-1] == 1 << oracle.weight_bits(len(values))
 
 
 def test_mass_of_a_rare_tail():
-    """Catches weights too coarse for rare tokens: 262143 of probability 1e-9 must weigh what they should."""
+    """Catches weights too coarse for rare tokens: 262143 of probability 1e-9 weigh their due."""
     size = 1 << 18
     for gap in (18.0, 20.5, 25.0):
         values = np.full(size, -gap, np.float32)
@@ -67,7 +70,7 @@ POSITIONS = (0, 1, 2**31, 2**32 - 1, 2**32, 2**40 + 3, 2**62)
 
 
 def test_uniforms():
-    """Catches dropped high words, swapped words, signed shifts: equal to Python ints bit for bit, all distinct."""
+    """Catches dropped or swapped words and signed shifts: the bits of Python ints, all distinct."""
     seen: list[int] = []
     for stream in range(5):
         grid = [(s, p, o) for s in SEEDS for p in POSITIONS for o in (0, 1, 7, 2**32 - 1)]
