@@ -6,8 +6,8 @@ import torch
 
 from dtensor_sample.exchange import Exchange
 from dtensor_sample.ops import BINS
-from dtensor_sample.params import Filters
 from dtensor_sample.output import RESULT_COLUMNS
+from dtensor_sample.params import Filters
 from dtensor_sample.threshold import LEVELS
 
 
@@ -33,9 +33,10 @@ def cost_of(
     """The cost of sampling `num_rows` rows of logits.
 
     With P ranks, T rows (padding included), v = ceil(V / P) columns a shard and 8-byte integers:
-    `batch` sends (P-1)/P * T * v logits and its share of 3 integers a row; `replicate` (P-1) * T * v
-    logits; `vocab` no logit, but 2 + 1 integers a row to each other rank, 3 integers a row in a ring,
-    and for top-k and for top-p one histogram of 256 integers a row per 8 bits of the logits' dtype.
+    `batch` sends (P-1)/P * T * v logits and its share of 3 integers a row; `replicate` (P-1) * T *
+    v logits; `vocab` no logit, but 2 + 1 integers a row to each other rank, 3 integers a row in a
+    ring, and for top-k and for top-p one histogram of 256 integers a row per 8 bits of the logits'
+    dtype.
     """
     P, item, integer = exchange.axis.size, dtype.itemsize, 8
     if P == 1 or num_rows == 0:

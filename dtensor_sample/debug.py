@@ -20,9 +20,7 @@ def debug_by_default() -> bool:
     return os.environ.get("DTENSOR_SAMPLE_DEBUG", "0") not in ("", "0")
 
 
-def agree(
-    axis: Axis, device: torch.device, error: ValueError | None, **replicated: object
-) -> None:
+def agree(axis: Axis, device: torch.device, error: ValueError | None, **replicated: object) -> None:
     """Raise ValueError on every rank unless all hold equal arguments and none holds an error.
 
     Args:
@@ -32,8 +30,8 @@ def agree(
         replicated: named arguments: tensors (compared by content), or anything with a stable repr.
 
     Raises:
-        ValueError: `error` itself on the rank that has one; on the others, and where digests differ,
-            a message that names the ranks and the arguments.
+        ValueError: `error` itself on the rank that has one; on the others, and where digests
+            differ, a message that names the ranks and the arguments.
     """
     digests = [0 if error is None else 1, *(_digest(value) for value in replicated.values())]
     every_PN = axis.all_gather(torch.tensor(digests, device=device)).tolist()

@@ -4,11 +4,11 @@
     vocab       the logits stay; all ranks hold all rows, and exchange a few integers a row
     replicate   one all-gather; every rank holds everything
 
-All three present logits as `[R, S, v]`: R rows, the vocabulary in S segments of v columns, segment s
-beginning at id `first_id[s]`. Under `batch` and `replicate` the S = P segments are the receive buffer
-of the collective read in place, through strides; under `vocab` S = 1 is the rank's own shard. What
-sampling then needs across segments that live elsewhere goes through `segments`, `total` and
-`settle`; all but the last are the identity unless the vocabulary is sharded.
+All three present logits as `[R, S, v]`: R rows, the vocabulary in S segments of v columns, segment
+s beginning at id `first_id[s]`. Under `batch` and `replicate` the S = P segments are the receive
+buffer of the collective read in place, through strides; under `vocab` S = 1 is the rank's own
+shard. What sampling then needs across segments that live elsewhere goes through `segments`, `total`
+and `settle`; all but the last are the identity unless the vocabulary is sharded.
 
 Collectives are the functional ones, called by group name: they trace, and gloo runs what nccl runs.
 An axis of size 1 runs none, and neither does a step without rows: whether it has any is the same on
@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 EXCHANGES = ("batch", "vocab", "replicate")
@@ -31,10 +31,12 @@ EXCHANGES = ("batch", "vocab", "replicate")
 class Logits(NamedTuple):
     """Logits as the ops read them."""
 
-    x_RSv: Tensor
-    """[R, S, v], any strides."""
+    x_NSv: Tensor
+    """[N, S, v], any strides."""
     first_id_S: Tensor
     """[S] int64: the vocabulary id of each segment's first column."""
+    rows_R: Tensor | None = None
+    """[R] int64: the rows to read, -1 for a row without tokens; None: all N in order."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Axis:
 
 
 def _wait(tensor: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(tensor)
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+    return waited
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ class ReplicateExchange(Exchange):
 
 
 def _padded(local_Tv: Tensor, width: int) -> Tensor:
-    """Columns up to `width`; the added ones lie beyond the vocabulary. A copy only on short shards."""
+    """Columns up to `width`, the added ones beyond the vocabulary: a copy only of short shards."""
     return pad(local_Tv, (0, width - local_Tv.shape[1])) if local_Tv.shape[1] < width else local_Tv
 
 

@@ -1,15 +1,15 @@
 """What forms logits may come in, and what they mean on the sampling axis.
 
-A local vocabulary shard and a full replica look alike as plain tensors, so a plain tensor is refused:
-the caller says which it is by `vocab_sharded` or `replicated`. Everything checked here is the same on
-every rank, so a refusal is too, and it comes before any collective.
+A local vocabulary shard and a full replica look alike as plain tensors, so a plain tensor is
+refused: the caller says which it is by `vocab_sharded` or `replicated`. Everything checked here is
+the same on every rank, so a refusal is too, and it comes before any collective.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -57,7 +57,9 @@ def layout_of(logits: object, *, axis: str | None, vocab_size: int | None) -> La
     padded = logits.shape[last]
     vocab_size = check_vocab_size(padded if vocab_size is None else vocab_size)
     if vocab_size > padded:
-        raise ValueError(f"vocab_size must be <= the last dim of logits, {padded}, got {vocab_size}")
+        raise ValueError(
+            f"vocab_size must be <= the last dim of logits, {padded}, got {vocab_size}"
+        )
     mesh, mesh_dim = logits.device_mesh, axis_index(logits.device_mesh, axis)
     for dim, placement in enumerate(logits.placements):
         on_vocab = isinstance(placement, Shard) and placement.dim in (last, -1)
@@ -86,9 +88,7 @@ def axis_index(mesh: DeviceMesh, axis: str | None) -> int:
     return names.index(axis)
 
 
-def vocab_sharded(
-    local: Tensor, mesh: DeviceMesh, *, vocab_size: int, axis: str = "tp"
-) -> DTensor:
+def vocab_sharded(local: Tensor, mesh: DeviceMesh, *, vocab_size: int, axis: str = "tp") -> DTensor:
     """Wrap this rank's plain vocabulary shard as a DTensor, without communication.
 
     Args:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 RESULT_COLUMNS = 3
-"""Integers that a drawn row yields: token id (-1 if none), number of NaN logits, whether it failed."""
+"""Integers of a drawn row: token id (-1 if none), number of NaN logits, whether it failed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,9 @@ class SamplerOutput:
         """The output of a step with one row a request, from what `draw` yields in batch order."""
         token_B, nans_B, failed_B = result_BW.unbind(1)
         return SamplerOutput(
-            token_ids=torch.nn.functional.pad(token_B[:, None], (0, num_speculative_tokens), value=-1),
+            token_ids=torch.nn.functional.pad(
+                token_B[:, None], (0, num_speculative_tokens), value=-1
+            ),
             num_sampled=1 - failed_B,
             num_rejected=torch.zeros_like(token_B),
             num_nans=nans_B,

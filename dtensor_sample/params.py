@@ -35,7 +35,9 @@ def integer(name: str, value: object) -> int:
 
 
 def _real(name: str, value: object, low: float, high: float) -> float:
-    expected = f"a finite number in [{low:g}, {high:g}]" if high < math.inf else "a finite number >= 0"
+    expected = (
+        f"a finite number in [{low:g}, {high:g}]" if high < math.inf else "a finite number >= 0"
+    )
     if isinstance(value, bool | np.bool_ | str):
         raise ValueError(f"{name} must be {expected}, got {value!r}")
     try:
@@ -51,10 +53,10 @@ def _real(name: str, value: object, low: float, high: float) -> float:
 class SamplingParams:
     """What one request asks of the sampler.
 
-    Filters apply in this order: temperature, min-p, top-k, then top-p on what top-k left. Each keeps
-    every token whose logit is at or above one threshold, so tokens tied with the last one kept are
-    all kept. A request is greedy (largest logit, lowest id on ties) when `temperature < 1e-5`,
-    `top_k == 1` or `top_p == 0`.
+    Filters apply in this order: temperature, min-p, top-k, then top-p on what top-k left. Each
+    keeps every token whose logit is at or above one threshold, so tokens tied with the last one
+    kept are all kept. A request is greedy (largest logit, lowest id on ties) when `temperature <
+    1e-5`, `top_k == 1` or `top_p == 0`.
 
     Raises:
         ValueError: a value out of range; the message names it and what was expected.
@@ -73,7 +75,7 @@ class SamplingParams:
     min_p: float = 0.0
     """In [0, 1]: keep tokens with at least this fraction of the largest probability. Off at 0."""
     seed: int | None = None
-    """In [0, 2**64). None: a stream of its own, from the base seed (see `SamplingState`, `sample`)."""
+    """In [0, 2**64). None: a stream of its own, derived from a base seed."""
 
     def __post_init__(self) -> None:
         """Normalise and validate every field."""

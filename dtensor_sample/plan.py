@@ -1,9 +1,10 @@
 """One step: who owns what, where each row of logits comes from and where each result goes.
 
-A plan is a pure function of replicated host data (slots and rows per request), so ranks never talk to
-agree on one. Under `batch`, rows are listed owner after owner, in batch order within each, padded to
-one capacity C per owner: what `Shard(0)` of a DTensor [P * C, V] means. Padding repeats a valid row,
-and its result is dropped. Under `vocab` and `replicate` rows stay in batch order, unpadded.
+A plan is a pure function of replicated host data (slots and rows per request), so ranks never talk
+to agree on one. Under `batch`, rows are listed owner after owner, in batch order within each,
+padded to one capacity C per owner: what `Shard(0)` of a DTensor [P * C, V] means. Padding repeats a
+valid row, and its result is dropped. Under `vocab` and `replicate` rows stay in batch order,
+unpadded.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from dtensor_sample.cost import Cost, cost_of
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.layout import Layout, axis_index, layout_of
-from dtensor_sample.params import Filters
+from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.state import SamplingState
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardPlan:
@@ -44,6 +46,8 @@ class ShardPlan:
     """Requests that this rank samples."""
     max_requests_per_rank: int
     """Most requests of any rank."""
+    request_capacity: int
+    """Requests per owner with padding: as many as results that each owner sends."""
     max_rows_per_request: int
     """Most rows of any request."""
     filters: Filters
@@ -55,7 +59,7 @@ class ShardPlan:
     batch_slots: Tensor
     """[B] int64: slots on the device."""
     local_cu_num_logits: Tensor
-    """[max_requests_per_rank + 1] int64: where each local request's rows begin; the end repeats."""
+    """[request_capacity + 1] int64: where each local request's rows begin; the end repeats."""
     row_requests: Tensor
     """[R] int64: each local row's request, as an index into the batch. R counts padding."""
     row_slots: Tensor
@@ -71,12 +75,16 @@ class ShardPlan:
             return self.state.positions[self.row_slots] + self.row_offsets
         return self.positions[self.row_requests] + self.row_offsets
 
+    def row_params(self) -> RowParams:
+        """The parameters of each local row."""
+        return RowParams.unpack(self.state.params_table[self.row_slots])
+
     def select(self, hidden: Tensor) -> Tensor:
         """The hidden rows that need logits, in the order in which the exchange wants them.
 
         Args:
-            hidden: [N, H]: one row for each row of logits in batch order, or packed sequences if the
-                plan has a `query_start_loc`. A plain tensor (the same on every rank), a DTensor
+            hidden: [N, H]: one row for each row of logits in batch order, or packed sequences if
+                the plan has a `query_start_loc`. A plain tensor (the same on every rank), a DTensor
                 Replicate(), or a DTensor Shard(0) on the sampling axis (sequence-parallel).
 
         Returns:
@@ -88,7 +96,8 @@ class ShardPlan:
         """
         if hidden.ndim != 2 or hidden.shape[0] < self.num_hidden_rows:
             raise ValueError(
-                f"hidden must have shape [{self.num_hidden_rows} or more, H], got {list(hidden.shape)}"
+                f"hidden must have shape [N, H] with N >= {self.num_hidden_rows}, "
+                f"got {list(hidden.shape)}"
             )
         if not isinstance(hidden, DTensor):
             return hidden.index_select(0, self.logits_indices)
@@ -107,10 +116,10 @@ class ShardPlan:
             picked = axis.all_reduce(picked, "sum")
         else:
             raise ValueError(
-                "hidden must be Replicate() on the sampling axis, or Shard(0) on a mesh of that axis "
-                f"alone, got {hidden.placements} on {mesh}"
+                "hidden must be Replicate() on the sampling axis, or Shard(0) on a mesh of that "
+                f"axis alone, got {hidden.placements} on {mesh}"
             )
-        own_mesh = mesh if mesh.ndim == 1 else mesh[self.state.axis_name]
+        own_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[dim]]
         return DTensor.from_local(picked, own_mesh, [Replicate()], run_check=False)
 
     @torch.no_grad()
@@ -127,9 +136,12 @@ class ShardPlan:
         except ValueError as refused:
             error = refused
         given = (getattr(logits, name, None) for name in ("shape", "dtype", "placements"))
-        state.agree(error, plan=(self.slots, self.exchange.name, self.num_rows), logits=tuple(given))
+        state.agree(
+            error, plan=(self.slots, self.exchange.name, self.num_rows), logits=tuple(given)
+        )
         assert layout is not None
-        return self.exchange.place(layout.local_Tv, self._splits, layout.width)
+        splits = [self.capacity] * state.axis.size
+        return self.exchange.place(layout.local_Tv, splits, layout.width)
 
     def _check(self, logits: Tensor, state: SamplingState, most_rows: int) -> Layout:
         if self.state is not state:
@@ -149,18 +161,16 @@ class ShardPlan:
             )
         return layout
 
-    def settle(self, result_RW: Tensor) -> Tensor:
-        """[R, W] results of the rows here -> [B, W] on every rank, in batch order."""
-        return self.exchange.settle(result_RW, self._splits)[self.gathered_src_indices]
+    def settle(self, result_QW: Tensor) -> Tensor:
+        """Results of the requests here, or of more rows -> [B, W] on every rank, in batch order."""
+        capacity = self.request_capacity
+        settled = self.exchange.settle(result_QW[:capacity], [capacity] * self.state.axis.size)
+        return settled[self.gathered_src_indices]
 
     def advance(self, num_sampled_B: Tensor) -> None:
         """Move the state's positions on by what was emitted, unless the caller gave positions."""
         if self.positions is None:
             self.state.positions.index_add_(0, self.batch_slots, num_sampled_B)
-
-    @property
-    def _splits(self) -> list[int]:
-        return [self.capacity] * self.state.axis.size
 
     def cost(self, dtype: torch.dtype = torch.float32) -> Cost:
         """Bytes and collectives of this step for logits of a dtype, on one rank."""
@@ -169,15 +179,18 @@ class ShardPlan:
     def explain(self, dtype: torch.dtype = torch.float32) -> str:
         """Owners, bytes, memory and collectives of this step, as text."""
         cost = self.cost(dtype)
-        lines = [
-            f"exchange     {self.exchange.name}, {self.state.axis.size} ranks",
-            f"requests     {len(self.slots)} in {sum(self.rows_per_rank)} rows; "
-            f"logits of {self.num_rows} rows x {self.state.vocab_size} ids, {dtype}",
-            f"owned rows   {list(self.rows_per_rank)}, capacity {self.capacity} "
-            f"({self.num_rows - sum(self.rows_per_rank)} rows of padding)",
-            f"owners       {list(self.owners)}",
-            f"receives     {cost.buffer_bytes:,} bytes a rank",
-            f"sends        {cost.wire_bytes:,} bytes a rank",
-            "collectives  " + (", ".join(cost.collectives) or "none"),
-        ]
-        return "\n".join(lines)
+        rows, P = sum(self.rows_per_rank), self.state.axis.size
+        return "\n".join(
+            f"{name:<13}{text}"
+            for name, text in {
+                "exchange": f"{self.exchange.name}, {P} ranks",
+                "requests": f"{len(self.slots)} in {rows} rows",
+                "logits": f"{self.num_rows} rows x {self.state.vocab_size} ids, {dtype}",
+                "owned rows": f"{list(self.rows_per_rank)}",
+                "padding": f"{self.num_rows - rows} rows, to a capacity of {self.capacity}",
+                "owners": f"{list(self.owners)}",
+                "receives": f"{cost.buffer_bytes:,} bytes of logits a rank",
+                "sends": f"{cost.wire_bytes:,} bytes a rank",
+                "collectives": ", ".join(cost.collectives) or "none",
+            }.items()
+        )

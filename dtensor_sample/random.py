@@ -35,7 +35,7 @@ def philox(key: tuple[Int, Int], counter: tuple[Int, Int, Int, Int]) -> tuple[In
 
 
 def scaled(uniform_62: Tensor, total: Tensor) -> Tensor:
-    """floor(uniform_62 * total / 2**62) for uniforms < 2**62 and totals <= 2**62, both int64 >= 0."""
+    """floor(uniform_62 * total / 2**62), for int64 in [0, 2**62) and [0, 2**62]."""
     bits, mask = 31, (1 << 31) - 1
     u_high, u_low = uniform_62 >> bits, uniform_62 & mask
     t_high, t_low = total >> bits, total & mask
@@ -44,7 +44,7 @@ def scaled(uniform_62: Tensor, total: Tensor) -> Tensor:
 
 
 def derive_seed(seed: int, index: int, *, child: int) -> int:
-    """The 64-bit seed of stream `index` under `seed`; `child` 0 for spawned samples, 1 for unseeded."""
+    """The 64-bit seed of stream `index` under `seed`; `child` 0: spawned samples, 1: unseeded."""
     low, high, _, _ = philox(
         (seed & WORD, seed >> 32 & WORD), (index & WORD, index >> 32 & WORD, child, CHILD)
     )

@@ -10,24 +10,17 @@ from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.plan import ShardPlan
 from dtensor_sample.random import TARGET, scaled
 from dtensor_sample.state import SamplingState
-from dtensor_sample.threshold import threshold
+from dtensor_sample.weigh import weigh
 
 
 def draw(
-    logits: Logits, table_RC: Tensor, position_R: Tensor, filters: Filters, exchange: Exchange, V: int
+    logits: Logits, params: RowParams, uniform_R: Tensor, filters: Filters, where: Exchange, V: int
 ) -> Tensor:
     """[R, 3] int64: token id (-1: none is left, or it lies on another rank), NaN logits, failed."""
-    params = RowParams.unpack(table_RC)
-    peaks_RP, nans_RP = exchange.segments(ops.peak(*logits, V)).unbind(2)
-    peak_R, argmax_R = ops.unpack_peak(peaks_RP.amax(1))
-    floor_R = threshold(logits, peak_R, params, filters, exchange, V)
-    weighed = (*logits, peak_R, floor_R, params.scale)
-    mass_RP = exchange.segments(ops.mass(*weighed, V))
-    start_RS = exchange.own_segments(mass_RP.cumsum(1) - mass_RP)
-    uniform_R = ops.uniform(params.seed, position_R, torch.zeros_like(position_R), TARGET)
-    picked_R = ops.pick(*weighed, start_RS, scaled(uniform_R, mass_RP.sum(1)), V)
-    token_R = torch.where(params.greedy, argmax_R, picked_R)
-    return torch.stack([token_R, nans_RP.sum(1), (argmax_R < 0).to(torch.int64)], 1)
+    row = weigh(logits, params, filters, where, V)
+    picked_R = ops.pick(*row.args, row.starts(where), scaled(uniform_R, row.total_R), V)
+    token_R = torch.where(params.greedy, row.argmax_R, picked_R)
+    return torch.stack([token_R, row.nans_R, (row.argmax_R < 0).to(torch.int64)], 1)
 
 
 class Sampler:
@@ -48,8 +41,10 @@ class Sampler:
     def draw(self, rows: Logits, plan: ShardPlan) -> Tensor:
         """The second: see `draw`."""
         filters = plan.filters.coarse if self.compiled else plan.filters
-        table_RC, V = self.state.params_table[plan.row_slots], self.state.vocab_size
-        return self._draw(rows, table_RC, plan.row_positions(), filters, plan.exchange, V)
+        params = plan.row_params()
+        first_R = torch.zeros_like(plan.row_offsets)
+        uniform_R = ops.uniform(params.seed, plan.row_positions(), first_R, TARGET)
+        return self._draw(rows, params, uniform_R, filters, plan.exchange, self.state.vocab_size)
 
     def gather(self, drawn_RW: Tensor, plan: ShardPlan) -> SamplerOutput:
         """The third: results to every rank, in batch order; positions advance."""

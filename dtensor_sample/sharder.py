@@ -1,9 +1,10 @@
 """Making plans: owners, owner-sorted indices, capacity. Host arithmetic only.
 
-A plan is a pure function of replicated host data, so ranks never talk to agree on one, and the shapes
-and the collectives of a step are the same on every rank.
+A plan is a pure function of replicated host data, so ranks never talk to agree on one, and the
+shapes and the collectives of a step are the same on every rank.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -134,7 +135,9 @@ class BatchSharder:
                 raise ValueError(
                     f"capacity must be >= {most_rows}, the fullest owner's rows, got {capacity}"
                 )
-        C = integer("capacity", capacity) if capacity is not None and B else most_rows
+        C, requests = most_rows, most_requests
+        if capacity is not None and B:
+            C = requests = integer("capacity", capacity)
 
         # Every row of the step in batch order: its request, its place in it, its hidden row.
         first_B = np.cumsum(rows_B) - rows_B
@@ -146,11 +149,11 @@ class BatchSharder:
         row_order = _by_holder(holder_B[request_T], holders, C)  # [holders * C], rows of the step
         mine = row_order[me * C : (me + 1) * C]
         own_B = np.flatnonzero(holder_B == me)
-        cu = np.full(most_requests + 1, rows_B[own_B].sum(), dtype=np.int64)
+        cu = np.full(requests + 1, rows_B[own_B].sum(), dtype=np.int64)
         cu[: len(own_B) + 1] = np.concatenate([[0], np.cumsum(rows_B[own_B])])
         fields = [
             hidden_T[row_order],
-            holder_B * C + _place_in_group(holder_B),
+            holder_B * requests + _place_in_group(holder_B),
             slots_B,
             cu,
             request_T[mine],
@@ -171,6 +174,7 @@ class BatchSharder:
             local_rows=int(rows_B[own_B].sum()),
             local_requests=len(own_B),
             max_requests_per_rank=most_requests,
+            request_capacity=requests,
             max_rows_per_request=max(rows, default=0),
             filters=state.filters(slots),
             logits_indices=on_device[0],
@@ -203,7 +207,7 @@ def _by_holder(holder_T: Array, holders: int, capacity: int) -> Array:
 def _ends(query_start_loc: Sequence[int], rows_B: Array) -> Array:
     """[B]: one past each request's last hidden row."""
     start = bounded("query_start_loc", query_start_loc, len(rows_B) + 1, 0, None)
-    for i, (begin, end) in enumerate(zip(start, start[1:], strict=False)):
+    for i, (begin, end) in enumerate(itertools.pairwise(start)):
         if end - begin < rows_B[i]:
             raise ValueError(
                 f"query_start_loc must leave request {i} at least {rows_B[i]} hidden rows, "

@@ -1,8 +1,8 @@
 """What outlives a step: the parameters and position of the request in each slot.
 
-Scalar state is a few bytes a slot, so every rank holds all of it and no step moves it. The host keeps
-what `add` was given and uploads it with the next plan in one copy; positions live on the device and
-advance by what was emitted, so that no step waits for the device.
+Scalar state is a few bytes a slot, so every rank holds all of it and no step moves it. The host
+keeps what `add` was given and uploads it with the next plan in one copy; positions live on the
+device and advance by what was emitted, so that no step waits for the device.
 """
 
 import secrets
@@ -10,13 +10,19 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_sample.debug import agree, debug_by_default
 from dtensor_sample.exchange import Axis, check_exchange
 from dtensor_sample.layout import check_vocab_size
-from dtensor_sample.params import Filters, RowParams, SamplingParams, check_seed, filters_of, integer
+from dtensor_sample.params import (
+    Filters,
+    RowParams,
+    SamplingParams,
+    check_seed,
+    filters_of,
+    integer,
+)
 from dtensor_sample.params import pack as pack_params
 from dtensor_sample.random import derive_seed
 
@@ -60,7 +66,9 @@ class SamplingState:
     ) -> None:
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
             shown = mesh if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-            raise ValueError(f'mesh must be a DeviceMesh of one dimension (mesh["tp"]), got {shown}')
+            raise ValueError(
+                f'mesh must be a DeviceMesh of one dimension (mesh["tp"]), got {shown}'
+            )
         self.axis = Axis.of(mesh)
         self.axis_name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None
         self.device = torch.empty(0, device=mesh.device_type).device
@@ -78,7 +86,9 @@ class SamplingState:
         self._requests: dict[int, SamplingParams] = {}
         self._staged: dict[int, tuple[int, ...]] = {}
         self._admitted = 0
-        self._base_seed = self._common(secrets.randbits(63)) if seed is None else check_seed("seed", seed)
+        self._base_seed = (
+            self._common(secrets.randbits(63)) if seed is None else check_seed("seed", seed)
+        )
 
     def add(
         self,

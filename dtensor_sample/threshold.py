@@ -3,8 +3,8 @@
 A filter that is a threshold depends on no order of tokens, no batch and no backend, and no mask is
 written. min-p's value is computed; those of top-k and top-p are found by radix selection over the
 ordered 32-bit key of a float32: a histogram of the next eight bits, the digit at which the running
-count (top-k) or integer mass (top-p) from above reaches its target, and so on. Histograms are integer
-sums, so they add up over shards to the same threshold.
+count (top-k) or integer mass (top-p) from above reaches its target, and so on. Histograms are
+integer sums, so they add up over shards to the same threshold.
 """
 
 from collections.abc import Callable
@@ -41,8 +41,8 @@ def threshold(
     floor_R = peak_R + params.min_p
 
     def select(target_of: Callable[[Tensor], Tensor], *, weighted: bool) -> Tensor:
-        """The largest value v such that tokens >= v amount to the target, a function of the total."""
-        levels = LEVELS[logits.x_RSv.dtype]
+        """The largest value such that tokens at or above it amount to the target."""
+        levels = LEVELS[logits.x_NSv.dtype]
         prefix_R = torch.zeros_like(params.seed)
         target_R, above_R = prefix_R, prefix_R
         for level in range(levels):

@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 from dtensor_sample.ops.sharding import shard_like
-from dtensor_sample.ops.values import values, weights
+from dtensor_sample.ops.values import count_rows, values, weights
 
 
 @torch.library.custom_op("dtensor_sample::mass", mutates_args=())
 def mass(
-    x_RSv: Tensor,
+    x_NSv: Tensor,
     first_id_S: Tensor,
+    rows_R: Tensor | None,
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -19,32 +20,27 @@ def mass(
     """Total integer weight of each row and segment.
 
     Args:
-        x_RSv: [R, S, v] logits, any strides.
-        first_id_S: [S] int64.
+        x_NSv, first_id_S, rows_R, vocab_size: see `values`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
-        vocab_size: ids from here on do not exist.
 
     Returns:
         [R, S] int64; a row's segments sum to at most 2**62.
     """
-    value_RSv = values(x_RSv, first_id_S, vocab_size)
+    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
     return weights(value_RSv, peak_R, floor_R, scale_R, vocab_size).sum(2)
 
 
 @mass.register_fake
 def _(
-    x_RSv: Tensor,
+    x_NSv: Tensor,
     first_id_S: Tensor,
+    rows_R: Tensor | None,
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    return x_RSv.new_empty(x_RSv.shape[:2], dtype=torch.int64)
+    return x_NSv.new_empty((count_rows(x_NSv, rows_R), x_NSv.shape[1]), dtype=torch.int64)
 
 
-shard_like(
-    torch.ops.dtensor_sample.mass.default,
-    "per row and segment",
-    *("logits", "per segment", "per row", "per row", "per row", "host"),
-)
+shard_like(torch.ops.dtensor_sample.mass.default, "row_segment", "logits segment - row row row -")

@@ -4,37 +4,41 @@ import torch
 from torch import Tensor
 
 from dtensor_sample.ops.sharding import shard_like
-from dtensor_sample.ops.values import from_ordered_keys, ordered_keys, token_ids, values
+from dtensor_sample.ops.values import (
+    count_nans,
+    count_rows,
+    from_ordered_keys,
+    ordered_keys,
+    token_ids,
+    values,
+)
 
 _ID_BITS = 31
 _LAST_ID = (1 << _ID_BITS) - 1
 
 
 @torch.library.custom_op("dtensor_sample::peak", mutates_args=())
-def peak(x_RSv: Tensor, first_id_S: Tensor, vocab_size: int) -> Tensor:
+def peak(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int) -> Tensor:
     """The peak of each row and segment, packed so that a maximum over int64 combines segments.
 
     Args:
-        x_RSv: [R, S, v] logits, any strides, float32, bfloat16 or float16.
-        first_id_S: [S] int64, the vocabulary id of each segment's first column.
-        vocab_size: ids from here on do not exist.
+        x_NSv, first_id_S, rows_R, vocab_size: see `values`.
 
     Returns:
-        [R, S, 2] int64: `key << 31 | (2**31 - 1 - id)`, where key orders like the value, so that the
-        maximum is the largest value at its lowest id; and the number of NaNs.
+        [R, S, 2] int64: `key << 31 | (2**31 - 1 - id)`, where key orders like the value, so that
+        the maximum is the largest value at its lowest id; and the number of NaNs.
 
     Example: for logits [1, 7, 7] the packed maximum holds the key of 7.0 and id 1.
     """
-    value_RSv = values(x_RSv, first_id_S, vocab_size)
-    id_Sv = token_ids(x_RSv, first_id_S)
+    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
+    id_Sv = token_ids(x_NSv, first_id_S)
     packed_RSv = ordered_keys(value_RSv) << _ID_BITS | _LAST_ID - id_Sv.clamp(max=_LAST_ID)
-    nans_RS = (x_RSv.isnan() & (id_Sv < vocab_size)).sum(2)
-    return torch.stack([packed_RSv.amax(2), nans_RS], 2)
+    return torch.stack([packed_RSv.amax(2), count_nans(x_NSv, first_id_S, rows_R, vocab_size)], 2)
 
 
 @peak.register_fake
-def _(x_RSv: Tensor, first_id_S: Tensor, vocab_size: int) -> Tensor:
-    return x_RSv.new_empty((x_RSv.shape[0], x_RSv.shape[1], 2), dtype=torch.int64)
+def _(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int) -> Tensor:
+    return x_NSv.new_empty((count_rows(x_NSv, rows_R), x_NSv.shape[1], 2), dtype=torch.int64)
 
 
 def unpack_peak(packed_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,6 +47,4 @@ def unpack_peak(packed_R: Tensor) -> tuple[Tensor, Tensor]:
     return value_R, torch.where(value_R > -torch.inf, _LAST_ID - (packed_R & _LAST_ID), -1)
 
 
-shard_like(
-    torch.ops.dtensor_sample.peak.default, "per row and segment", "logits", "per segment", "host"
-)
+shard_like(torch.ops.dtensor_sample.peak.default, "row_segment", "logits segment - -")

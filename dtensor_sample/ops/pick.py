@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 from dtensor_sample.ops.sharding import shard_like
-from dtensor_sample.ops.values import token_ids, values, weights
+from dtensor_sample.ops.values import count_rows, token_ids, values, weights
 
 
 @torch.library.custom_op("dtensor_sample::pick", mutates_args=())
 def pick(
-    x_RSv: Tensor,
+    x_NSv: Tensor,
     first_id_S: Tensor,
+    rows_R: Tensor | None,
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -21,32 +22,31 @@ def pick(
     """The lowest id whose running sum of weights, in id order over the whole row, exceeds `point`.
 
     Args:
-        x_RSv: [R, S, v] logits, any strides.
-        first_id_S: [S] int64.
+        x_NSv, first_id_S, rows_R, vocab_size: see `values`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
         start_RS: [R, S] int64, the mass of all segments before each.
         point_R: [R] int64, 0 <= point < the row's mass.
-        vocab_size: ids from here on do not exist.
 
     Returns:
         [R] int64: the id, or -1 where no segment here holds the point.
 
     Example: weights [4, 0, 2] and point 4 give id 2; point 3 gives id 0.
     """
-    value_RSv = values(x_RSv, first_id_S, vocab_size)
+    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
     weight_RSv = weights(value_RSv, peak_R, floor_R, scale_R, vocab_size)
     point_R11 = point_R[:, None, None]
     running_RSv = weight_RSv.cumsum(2) + start_RS[:, :, None]
     hit_RSv = (running_RSv > point_R11) & (start_RS[:, :, None] <= point_R11)
     nowhere = torch.iinfo(torch.int64).max
-    id_R = torch.where(hit_RSv, token_ids(x_RSv, first_id_S), nowhere).amin((1, 2))
+    id_R = torch.where(hit_RSv, token_ids(x_NSv, first_id_S), nowhere).amin((1, 2))
     return torch.where(id_R == nowhere, -1, id_R)
 
 
 @pick.register_fake
 def _(
-    x_RSv: Tensor,
+    x_NSv: Tensor,
     first_id_S: Tensor,
+    rows_R: Tensor | None,
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -54,12 +54,11 @@ def _(
     point_R: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    return x_RSv.new_empty(x_RSv.shape[0], dtype=torch.int64)
+    return x_NSv.new_empty(count_rows(x_NSv, rows_R), dtype=torch.int64)
 
 
 shard_like(
     torch.ops.dtensor_sample.pick.default,
-    "row max",
-    *("logits", "per segment", "per row", "per row", "per row"),
-    *("per row and segment", "per row", "host"),
+    "row_max",
+    "logits segment - row row row row_segment row -",
 )

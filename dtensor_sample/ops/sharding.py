@@ -1,8 +1,8 @@
 """How each op behaves when its arguments are DTensors: one table for all of them.
 
-All ops see logits as `[rows, P, v]`: the vocabulary unflattened into the P segments that ranks hold.
-That shape is the same whether rows are sharded (`batch`), segments are (`vocab`), or nothing is
-(`replicate`), so one op has one meaning under each, and only these placements differ.
+All ops see logits as `[rows, P, v]`: the vocabulary unflattened into the P segments that ranks
+hold. That shape is the same whether rows are sharded (`batch`), segments are (`vocab`), or nothing
+is (`replicate`), so one op has one meaning under each, and only these placements differ.
 """
 
 from torch._ops import OpOverload
@@ -12,21 +12,21 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 _BATCH, _VOCAB = 0, 1
 _PLACEMENTS: dict[str, tuple[Placement | None, Placement | None, Placement | None]] = {
     "logits": (Shard(0), Shard(1), Replicate()),
-    "per row": (Shard(0), Replicate(), Replicate()),
-    "per segment": (Replicate(), Shard(0), Replicate()),
-    "per row and segment": (Shard(0), Shard(1), Replicate()),
-    "row sum": (Shard(0), Partial("sum"), Replicate()),
-    "row max": (Shard(0), Partial("max"), Replicate()),
-    "host": (None, None, None),
+    "row": (Shard(0), Replicate(), Replicate()),
+    "segment": (Replicate(), Shard(0), Replicate()),
+    "row_segment": (Shard(0), Shard(1), Replicate()),
+    "row_sum": (Shard(0), Partial("sum"), Replicate()),
+    "row_max": (Shard(0), Partial("max"), Replicate()),
+    "-": (None, None, None),
 }
 
 
-def shard_like(op: OpOverload, output: str, *inputs: str) -> None:
-    """Register `op` for DTensors: what its output and each of its arguments are, by the names above."""
+def shard_like(op: OpOverload, output: str, inputs: str) -> None:
+    """Register `op` for DTensors: what its output and, in order, its arguments are by name."""
 
-    @register_sharding(op)
+    @register_sharding(op)  # type: ignore[untyped-decorator]
     def _(*_args: object) -> list[tuple[list[Placement | None], list[Placement | None]]]:
         return [
-            ([_PLACEMENTS[output][layout]], [_PLACEMENTS[kind][layout] for kind in inputs])
+            ([_PLACEMENTS[output][layout]], [_PLACEMENTS[kind][layout] for kind in inputs.split()])
             for layout in range(3)
         ]

@@ -33,6 +33,4 @@ def _(seed_R: Tensor, position_R: Tensor, offset_R: Tensor, stream: int) -> Tens
     return torch.empty_like(seed_R)
 
 
-shard_like(
-    torch.ops.dtensor_sample.uniform.default, "per row", "per row", "per row", "per row", "host"
-)
+shard_like(torch.ops.dtensor_sample.uniform.default, "row", "row row row -")

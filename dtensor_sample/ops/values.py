@@ -4,10 +4,10 @@ Every float operation that precedes a decision is in this file, and runs only in
 of this package, so tracing never computes it in another way. Weights are integers: they add up to
 the same sum in any order, over any blocks and shards, which is what makes every layout agree.
 
-The exponential is an integer too. `2**y` for `y <= 0` is split as `2**n * 2**f` with 25 fraction bits;
-a polynomial of degree 6 with 31-bit coefficients gives `2**f` to 3.1e-9, and it takes one float32
-subtraction and one float32 multiplication to get there. Plain float32 `exp` was rejected: vector body
-and tail, eager and compiled code, CPU and GPU differ in its last bits.
+The exponential is an integer too. `2**y` for `y <= 0` is split as `2**n * 2**f` with 25 fraction
+bits; a polynomial of degree 6 with 31-bit coefficients gives `2**f` to 3.1e-9, and it takes one
+float32 subtraction and one float32 multiplication to get there. Plain float32 `exp` was rejected:
+vector body and tail, eager and compiled code, CPU and GPU differ in its last bits.
 """
 
 import torch
@@ -25,18 +25,44 @@ def weight_bits(vocab_size: int) -> int:
     return 62 - (vocab_size - 1).bit_length()
 
 
-def token_ids(x_RSv: Tensor, first_id_S: Tensor) -> Tensor:
+def token_ids(x_NSv: Tensor, first_id_S: Tensor) -> Tensor:
     """[S, v] int64: the vocabulary id of each column of each segment."""
-    return first_id_S[:, None] + torch.arange(x_RSv.shape[2], device=x_RSv.device)
+    return first_id_S[:, None] + torch.arange(x_NSv.shape[2], device=x_NSv.device)
 
 
-def values(x_RSv: Tensor, first_id_S: Tensor, vocab_size: int) -> Tensor:
-    """Logits as float32: NaN and ids beyond the vocabulary are -inf, +inf the largest finite, -0 is +0."""
-    top = torch.finfo(x_RSv.dtype).max
-    value_RSv = x_RSv.float() + 0.0
-    outside_Sv = token_ids(x_RSv, first_id_S) >= vocab_size
-    value_RSv = torch.where(value_RSv.isnan() | outside_Sv, -torch.inf, value_RSv)
-    return value_RSv.clamp(max=top)
+def values(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int) -> Tensor:
+    """[R, S, v] float32 values of some rows of logits.
+
+    NaN and ids beyond the vocabulary are -inf, +inf is the largest finite value, -0 is +0.
+
+    Args:
+        x_NSv: [N, S, v] logits, any strides, float32, bfloat16 or float16.
+        first_id_S: [S] int64, the vocabulary id of each segment's first column.
+        rows_R: [R] int64, which rows; -1 stands for a row of -inf. None: all N.
+        vocab_size: ids from here on do not exist.
+    """
+    top = torch.finfo(x_NSv.dtype).max
+    x_RSv = _rows(x_NSv, rows_R).float() + 0.0
+    outside_RSv = (token_ids(x_NSv, first_id_S) >= vocab_size)[None] | x_RSv.isnan()
+    if rows_R is not None:
+        outside_RSv |= (rows_R < 0)[:, None, None]
+    return torch.where(outside_RSv, -torch.inf, x_RSv).clamp(max=top)
+
+
+def count_nans(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int) -> Tensor:
+    """[R, S] int64: NaN among the logits of the vocabulary; arguments as in `values`."""
+    nan_RSv = _rows(x_NSv, rows_R).isnan() & (token_ids(x_NSv, first_id_S) < vocab_size)
+    nans_RS = nan_RSv.sum(2)
+    return nans_RS if rows_R is None else nans_RS * (rows_R >= 0)[:, None]
+
+
+def _rows(x_NSv: Tensor, rows_R: Tensor | None) -> Tensor:
+    return x_NSv if rows_R is None else x_NSv[rows_R.clamp(min=0)]
+
+
+def count_rows(x_NSv: Tensor, rows_R: Tensor | None) -> int:
+    """R, for the fakes of ops."""
+    return x_NSv.shape[0] if rows_R is None else rows_R.shape[0]
 
 
 def weights(
@@ -81,9 +107,9 @@ def from_ordered_keys(key: Tensor) -> Tensor:
 
 
 def key_value(prefix: Tensor, bits: int) -> Tensor:
-    """The float32 value whose ordered key begins with `bits` given bits and whose mantissa then ends.
+    """The float32 value whose ordered key begins with `bits` given bits.
 
-    The bits left out of a 16-bit float's key are zeros in the float: zeros in the key of a positive
+    The bits left out of a 16-bit float are zeros in the float: zeros in the key of a positive
     value, ones in that of a negative one.
     """
     rest = 32 - bits
