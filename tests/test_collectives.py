@@ -73,7 +73,7 @@ def random_steps(mesh, steps: int) -> list[tuple]:
             chosen = chosen // mesh.size() * mesh.size()
         slots = list(dict.fromkeys(chosen.tolist()))
         exchange = str(rng.choice(EXCHANGES))
-        logits = torch.from_numpy(rng.normal(0, 3, (len(slots), 13))).float().to(device)
+        logits = torch.from_numpy(rng.normal(0, 3, (len(slots), 13))).bfloat16().to(device)
         with CollectiveTrace() as trace:
             plan = sharders[int(rng.integers(len(OWNERS)))].plan(slots, exchange=exchange)
             hidden = plan.select(logits)
@@ -81,7 +81,9 @@ def random_steps(mesh, steps: int) -> list[tuple]:
         sharded = shard_vocab(hidden, mesh)
         with CollectiveTrace() as trace:
             sampler(sharded, plan)
-        results.append((plan.exchange.name, len(slots), plan.cost().collectives, trace.calls))
+        results.append(
+            (plan.exchange.name, len(slots), plan.cost(logits.dtype).collectives, trace.calls)
+        )
     return results
 
 

@@ -51,7 +51,7 @@ def scan(mesh, name: str, dim: int) -> list[float]:
 @worlds("cpu:4")
 @pytest.mark.parametrize("name", SCANS)
 def test_canary_scans_over_a_sharded_dim(ranks, name, record_property):
-    """Torch 2.13 scans each shard alone when dim is written as -1; hence no scan here runs on a DTensor."""
+    """Torch 2.13 scans each shard alone for dim=-1; hence no scan here runs on a DTensor."""
     full = torch.arange(1.0, 9.0)
     whole = SCANS[name](full, 0)
     by_shard = torch.cat([SCANS[name](part, 0) for part in full.chunk(ranks.size)])

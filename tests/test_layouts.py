@@ -175,6 +175,22 @@ def test_strides(ranks, dtype):
         assert results == [tokens(batch)] * len(results)
 
 
+def repeated(mesh, batch: Batch, times: int) -> list[list[int]]:
+    logits = shard_vocab(batch.logits, mesh)
+    drawn = [
+        sample(logits, batch.params, position=batch.positions, exchange=EXCHANGES[i % 3])
+        for i in range(times)
+    ]
+    return [tokens.tolist() for tokens in drawn]
+
+
+def test_repeated_calls(ranks):
+    """Catches sums whose last bits depend on the order in which threads reach them."""
+    batch = random_batch(17, 8, 4099, seeded=True)
+    for results in ranks.run(repeated, batch, 30):
+        assert results == [tokens(batch)] * 30
+
+
 def on_two_axes(mesh, batches: list[Batch]) -> tuple[list[list[int]], dict[str, list]]:
     """Each row of a ("dp", "tp") mesh samples its own batch, of its own size."""
     square = init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
