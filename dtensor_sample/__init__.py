@@ -1,11 +1,13 @@
 """Sampling under tensor parallelism: DTensor in, tokens out."""
 
+from dtensor_sample.draft.sampler import DraftSampler
 from dtensor_sample.exchange import EXCHANGES
 from dtensor_sample.functional import sample
 from dtensor_sample.layout import replicated, vocab_sharded
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import BatchedParams, SamplingParams
 from dtensor_sample.plan import ShardPlan
+from dtensor_sample.rejection import RejectionSampler
 from dtensor_sample.sampler import Sampler
 from dtensor_sample.sharder import BatchSharder
 from dtensor_sample.state import SamplingState
@@ -14,6 +16,8 @@ __all__ = [
     "EXCHANGES",
     "BatchSharder",
     "BatchedParams",
+    "DraftSampler",
+    "RejectionSampler",
     "Sampler",
     "SamplerOutput",
     "SamplingParams",

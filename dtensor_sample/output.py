@@ -27,6 +27,12 @@ class SamplerOutput:
     """Log-probabilities, when asked for."""
 
     @staticmethod
+    def of_verified(result_BW: Tensor) -> "SamplerOutput":
+        """The output of a verified step, from what `verify` yields in batch order."""
+        sampled_B, rejected_B, nans_B, failed_B = result_BW[:, -4:].unbind(1)
+        return SamplerOutput(result_BW[:, :-4], sampled_B, rejected_B, nans_B, failed_B != 0)
+
+    @staticmethod
     def of_drawn(result_BW: Tensor, num_speculative_tokens: int) -> "SamplerOutput":
         """The output of a step with one row a request, from what `draw` yields in batch order."""
         token_B, nans_B, failed_B = result_BW.unbind(1)

@@ -5,7 +5,7 @@ shapes and the collectives of a step are the same on every rank.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,27 +17,46 @@ from dtensor_sample.plan import ShardPlan
 from dtensor_sample.state import SamplingState
 
 Array = np.ndarray
-Policy = Callable[[list[int], list[int], int], list[int]]
+POLICIES = ("balanced", "slot", "position")
 
 
-def _by_slot(slots: list[int], rows: list[int], ranks: int) -> list[int]:
-    return [slot % ranks for slot in slots]
+def assign_owners(
+    policy: str,
+    slots: Sequence[int],
+    rows: Sequence[int],
+    pinned: Sequence[int | None],
+    room: list[int],
+) -> list[int]:
+    """The rank that samples each request.
 
+    A request whose drafts are kept on some rank stays there. The others go by the policy, in batch
+    order, but never to a rank without room to keep their drafts while another has some.
 
-def _by_position(slots: list[int], rows: list[int], ranks: int) -> list[int]:
-    chunk = -(-len(slots) // ranks)
-    return [i // chunk for i in range(len(slots))]
-
-
-def _balanced(slots: list[int], rows: list[int], ranks: int) -> list[int]:
-    load, owners = [0] * ranks, []
-    for count in rows:
-        owners.append(load.index(min(load)))
-        load[owners[-1]] += count
+    Args:
+        policy: "balanced": the rank with the fewest rows, ties to the lowest. "slot": slot % P.
+            "position": i // ceil(B / P).
+        slots: [B], each request's slot.
+        rows: [B], its rows of logits.
+        pinned: [B], the rank that it is bound to, if any.
+        room: [P], of how many more requests each rank can keep drafts.
+    """
+    ranks, chunk = len(room), -(-len(slots) // len(room))
+    load, room = [0] * ranks, list(room)
+    for owner, count in zip(pinned, rows, strict=True):
+        if owner is not None:
+            load[owner] += count
+    owners = []
+    for i, (slot, count, bound) in enumerate(zip(slots, rows, pinned, strict=True)):
+        if bound is not None:
+            owners.append(bound)
+            continue
+        owner = {"slot": slot % ranks, "position": i // chunk}.get(policy, load.index(min(load)))
+        if room[owner] <= 0:
+            owner = min(range(ranks), key=lambda rank: (room[rank] <= 0, load[rank]))
+        load[owner] += count
+        room[owner] -= 1
+        owners.append(owner)
     return owners
-
-
-POLICIES: dict[str, Policy] = {"slot": _by_slot, "position": _by_position, "balanced": _balanced}
 
 
 class BatchSharder:
@@ -45,14 +64,12 @@ class BatchSharder:
 
     Args:
         state: whose slots are planned.
-        owners: how requests find their owner. "balanced": the rank with the fewest rows so far, in
-            batch order, ties to the lowest rank. "slot": slot % P. "position": contiguous chunks of
-            ceil(B / P) requests.
+        owners: "balanced", "slot" or "position", see `assign_owners`.
     """
 
     def __init__(self, state: SamplingState, *, owners: str = "balanced") -> None:
         if owners not in POLICIES:
-            raise ValueError(f"owners must be one of {tuple(POLICIES)}, got {owners!r}")
+            raise ValueError(f"owners must be one of {POLICIES}, got {owners!r}")
         self.state = state
         self.owners = owners
 
@@ -109,16 +126,19 @@ class BatchSharder:
     ) -> ShardPlan:
         state, axis = self.state, self.state.axis
         slots = [state.check_slot(slot) for slot in host_integers("slots", slots_given)]
-        for i, slot in enumerate(slots):
+        seen: set[int] = set()
+        for slot in slots:
             state.params_of(slot)
-            if slot in slots[:i]:
+            if slot in seen:
                 raise ValueError(f"slots must be distinct, got {slot} more than once")
+            seen.add(slot)
         B, K = len(slots), state.num_speculative_tokens
         rows = bounded("num_logits", [1] * B if num_logits is None else num_logits, B, 1, K + 1)
         exchange = exchange_of(
             check_exchange(state.exchange if exchange_name is None else exchange_name), axis
         )
-        owners = POLICIES[self.owners](slots, rows, axis.size)
+        pinned = [state.drafts.pinned(slot, exchange) for slot in slots]
+        owners = assign_owners(self.owners, slots, rows, pinned, state.drafts.room())
         slots_B, rows_B, owners_B = (np.array(a, dtype=np.int64) for a in (slots, rows, owners))
         rows_P = np.bincount(owners_B, rows_B, axis.size).astype(np.int64)
 

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_sample.debug import agree, debug_by_default
+from dtensor_sample.draft.cache import DraftCache
 from dtensor_sample.exchange import Axis, check_exchange
 from dtensor_sample.layout import check_vocab_size
 from dtensor_sample.params import (
@@ -83,6 +84,13 @@ class SamplingState:
             self.max_num_reqs, _COLUMNS, dtype=torch.int64, device=self.device
         )
         """[max_num_reqs, 6] int64: packed parameters (see `RowParams`)."""
+        self.drafts = DraftCache(
+            self.axis,
+            num_slots=self.max_num_reqs,
+            K=self.num_speculative_tokens,
+            vocab_size=self.vocab_size,
+        )
+        """The draft-logits cache."""
         self._requests: dict[int, SamplingParams] = {}
         self._staged: dict[int, tuple[int, ...]] = {}
         self._admitted = 0
@@ -114,13 +122,16 @@ class SamplingState:
             raise ValueError(f"slot {slot} is in use: remove(slot) first")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
-        prompt = np.asarray(prompt_token_ids if len(prompt_token_ids) else [], dtype=np.int64)
-        if prompt.ndim != 1 or ((prompt < 0) | (prompt >= self.vocab_size)).any():
+        prompt = np.asarray(prompt_token_ids)
+        flat_integers = prompt.ndim == 1 and (prompt.dtype.kind in "iu" or prompt.size == 0)
+        if not flat_integers or ((prompt < 0) | (prompt >= self.vocab_size)).any():
             raise ValueError(
                 f"prompt_token_ids must be a flat list of ids in [0, {self.vocab_size}), "
                 f"got {prompt_token_ids!r}"
             )
-        position = len(prompt) if position is None else _at_least("position", position, 0)
+        if position is not None and not 0 <= integer("position", position) < 1 << 63:
+            raise ValueError(f"position must be >= 0 and < 2**63, got {position}")
+        position = len(prompt) if position is None else integer("position", position)
         seed = params.seed
         if seed is None:
             seed = derive_seed(self._base_seed, self._admitted, child=1)
@@ -134,6 +145,7 @@ class SamplingState:
         if self._requests.pop(slot, None) is None:
             raise ValueError(f"slot {slot} holds no request")
         self._staged.pop(slot, None)
+        self.drafts.forget([slot])
 
     def check_slot(self, slot: object) -> int:
         """`slot` as an int in [0, max_num_reqs)."""

@@ -1,20 +1,36 @@
 """Custom ops: the arithmetic that decides, opaque to tracing and able to run on DTensors."""
 
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
+from dtensor_sample.ops.lookup import lookup
 from dtensor_sample.ops.mass import mass
 from dtensor_sample.ops.peak import peak, unpack_peak
 from dtensor_sample.ops.pick import pick
+from dtensor_sample.ops.residual import (
+    ONE,
+    chain,
+    probability,
+    residual_mass,
+    residual_pick,
+)
+from dtensor_sample.ops.store import store
 from dtensor_sample.ops.uniform import uniform
 from dtensor_sample.ops.values import key_value
 
 __all__ = [
     "BINS",
     "DIGIT_BITS",
+    "ONE",
+    "chain",
     "histogram",
     "key_value",
+    "lookup",
     "mass",
     "peak",
     "pick",
+    "probability",
+    "residual_mass",
+    "residual_pick",
+    "store",
     "uniform",
     "unpack_peak",
 ]

@@ -34,11 +34,15 @@ def pick(
     """
     value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
     weight_RSv = weights(value_RSv, peak_R, floor_R, scale_R, vocab_size)
-    point_R11 = point_R[:, None, None]
-    running_RSv = weight_RSv.cumsum(2) + start_RS[:, :, None]
-    hit_RSv = (running_RSv > point_R11) & (start_RS[:, :, None] <= point_R11)
+    return first_beyond(weight_RSv, start_RS, point_R, token_ids(x_NSv, first_id_S))
+
+
+def first_beyond(amount_RSv: Tensor, start_RS: Tensor, point_R: Tensor, id_Sv: Tensor) -> Tensor:
+    """[R] int64: the lowest id whose running sum exceeds the point, -1 if none of these does."""
+    point_R11, start_RS1 = point_R[:, None, None], start_RS[:, :, None]
+    hit_RSv = (amount_RSv.cumsum(2) + start_RS1 > point_R11) & (start_RS1 <= point_R11)
     nowhere = torch.iinfo(torch.int64).max
-    id_R = torch.where(hit_RSv, token_ids(x_NSv, first_id_S), nowhere).amin((1, 2))
+    id_R = torch.where(hit_RSv, id_Sv, nowhere).amin((1, 2))
     return torch.where(id_R == nowhere, -1, id_R)
 
 

@@ -1,0 +1,1 @@
+"""Drafting: where draft tokens come from and what is kept of how they were drawn."""

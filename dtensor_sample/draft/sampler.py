@@ -1,0 +1,62 @@
+"""Drawing draft tokens, and keeping what they were drawn from."""
+
+import torch
+from torch import Tensor
+
+from dtensor_sample import ops
+from dtensor_sample.params import integer
+from dtensor_sample.plan import ShardPlan
+from dtensor_sample.random import DRAFT
+from dtensor_sample.sampler import draw
+from dtensor_sample.state import SamplingState
+
+
+class DraftSampler:
+    """Draws one draft token a request from a draft model's logits.
+
+    A request's own temperature and filters shape the draft's distribution q, and q is what
+    verification divides by. The logits go to the cache that the state owns. Greedy draws, of all
+    requests or of greedy ones, need no cache: their q is one token.
+
+    Args:
+        state: built with num_speculative_tokens >= 1.
+        greedy: take the largest logit for every request.
+    """
+
+    def __init__(self, state: SamplingState, *, greedy: bool = False) -> None:
+        if state.num_speculative_tokens == 0:
+            raise ValueError("state must have num_speculative_tokens >= 1 to draft, got 0")
+        self.state, self.greedy = state, greedy
+
+    def __call__(self, draft_logits: Tensor, plan: ShardPlan, *, step: int) -> Tensor:
+        """Draw draft token `step` of each request; every rank of the axis must call this.
+
+        Args:
+            draft_logits: DTensor [num_rows, V], one row a request, in the plan's order.
+            plan: of one row a request. Positions do not advance: all drafts of a block are keyed by
+                the position of its first token and by their step.
+            step: in [0, K); 0 begins a new block.
+
+        Returns:
+            [B] int64 plain tensor in batch order, the same on every rank; -1 where no token is
+            left, which ends the block there.
+
+        Raises:
+            ValueError: names the argument; on every rank alike, before any collective.
+        """
+        state, K = self.state, self.state.num_speculative_tokens
+        step = integer("step", step)
+        if not 0 <= step < K:
+            raise ValueError(f"step must be in [0, {K}), got {step}")
+        kept = [not (self.greedy or state.params_of(slot).greedy) for slot in plan.slots]
+        state.drafts.check_step(plan, step, kept, getattr(draft_logits, "dtype", None))
+        rows = plan.place(draft_logits, state, most_rows=1)
+        state.drafts.write(rows, plan, step, kept)
+        params = plan.row_params()
+        if self.greedy:
+            params = params._replace(greedy=torch.ones_like(params.greedy))
+        position_R = plan.row_positions()
+        step_R = torch.full_like(position_R, step)
+        uniform_R = ops.uniform(params.seed, position_R, step_R, DRAFT)
+        drawn_RW = draw(rows, params, uniform_R, plan.filters, plan.exchange, state.vocab_size)
+        return plan.settle(drawn_RW)[:, 0]

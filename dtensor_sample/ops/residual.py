@@ -1,0 +1,227 @@
+"""What the target has and the draft has not: max(ratio * p - q, 0), by token.
+
+Probabilities are integers in units of 2**-60, each a float64 product of a weight and one factor of
+its row, truncated: exact enough for a total variation below 1e-12, and the same bits wherever a
+token is evaluated. So residuals add up over blocks and shards exactly as the weights do.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dtensor_sample.ops.pick import first_beyond
+from dtensor_sample.ops.sharding import shard_like
+from dtensor_sample.ops.values import count_rows, token_ids, values, weights
+
+ONE = 1 << 60
+"""Probability 1."""
+
+
+@torch.library.custom_op("dtensor_sample::probability", mutates_args=())
+def probability(weight_R: Tensor, total_R: Tensor) -> Tensor:
+    """Weights out of totals as [R] int64 probabilities in units of 2**-60.
+
+    A token that weighs anything has at least one unit: what could be drawn can be accepted.
+    """
+    return torch.maximum(_units(weight_R, total_R, ONE), (weight_R > 0).to(torch.int64))
+
+
+@probability.register_fake
+def _(weight_R: Tensor, total_R: Tensor) -> Tensor:
+    return torch.empty_like(weight_R)
+
+
+@torch.library.custom_op("dtensor_sample::chain", mutates_args=())
+def chain(target_QK: Tensor, draft_QK: Tensor) -> Tensor:
+    """The running joint ratio of block verification: r_i = min(r_{i-1} * p_i / q_i, 1), r_0 = 1.
+
+    Args:
+        target_QK, draft_QK: [Q, K] int64, probabilities of the drafted tokens in units of 2**-60.
+
+    Returns:
+        [Q, K] int64, r_1 to r_K in the same units. q = 0 gives 1 where p > 0, and 0 where p = 0.
+    """
+    ratio_Q = torch.ones_like(target_QK[:, 0], dtype=torch.float64)
+    ratios = []
+    for target_Q, draft_Q in zip(target_QK.unbind(1), draft_QK.unbind(1), strict=True):
+        joint_Q = ratio_Q * target_Q.double()
+        ratio_Q = torch.where(joint_Q > 0, joint_Q / draft_Q.double(), 0.0).clamp(max=1.0)
+        ratios.append((ratio_Q * float(ONE)).to(torch.int64))
+    return torch.stack(ratios, 1)
+
+
+@chain.register_fake
+def _(target_QK: Tensor, draft_QK: Tensor) -> Tensor:
+    return torch.empty_like(target_QK)
+
+
+@torch.library.custom_op("dtensor_sample::residual_mass", mutates_args=())
+def residual_mass(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    total_R: Tensor,
+    ratio_R: Tensor,
+    draft_MSw: Tensor,
+    draft_rows_R: Tensor,
+    draft_peak_R: Tensor,
+    draft_floor_R: Tensor,
+    draft_scale_R: Tensor,
+    draft_total_R: Tensor,
+    one_hot_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    """The sum of max(ratio * p - q, 0) over each row and segment.
+
+    Args:
+        x_NSv, first_id_S, rows_R, vocab_size: the target's logits, see `values`.
+        peak_R, floor_R, scale_R: [R] float32, see `weights`.
+        total_R: [R] int64, the target's mass over the whole vocabulary.
+        ratio_R: [R] int64 in [0, 2**60], units of 2**-60.
+        draft_MSw: [M, S', w] the draft's logits; their ids count from the same first id.
+        draft_rows_R: [R] int64, rows of those; -1: q is 0 but for `one_hot`.
+        draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R: as the target's.
+        one_hot_R: [R] int64, an id of which q is 1; -1 for none.
+
+    Returns:
+        [R, S] int64 in units of 2**-60.
+    """
+    target = (x_NSv, first_id_S, rows_R, peak_R, floor_R, scale_R, total_R, ratio_R)
+    draft = (draft_MSw, draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
+    return _residuals(*target, *draft, one_hot_R, vocab_size).sum(2)
+
+
+@residual_mass.register_fake
+def _(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    total_R: Tensor,
+    ratio_R: Tensor,
+    draft_MSw: Tensor,
+    draft_rows_R: Tensor,
+    draft_peak_R: Tensor,
+    draft_floor_R: Tensor,
+    draft_scale_R: Tensor,
+    draft_total_R: Tensor,
+    one_hot_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    return x_NSv.new_empty((count_rows(x_NSv, rows_R), x_NSv.shape[1]), dtype=torch.int64)
+
+
+@torch.library.custom_op("dtensor_sample::residual_pick", mutates_args=())
+def residual_pick(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    total_R: Tensor,
+    ratio_R: Tensor,
+    draft_MSw: Tensor,
+    draft_rows_R: Tensor,
+    draft_peak_R: Tensor,
+    draft_floor_R: Tensor,
+    draft_scale_R: Tensor,
+    draft_total_R: Tensor,
+    one_hot_R: Tensor,
+    start_RS: Tensor,
+    point_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    """The lowest id at which the running sum of residuals, in id order, exceeds `point`.
+
+    Args:
+        x_NSv to one_hot_R, vocab_size: see `residual_mass`.
+        start_RS: [R, S] int64, the residual of all segments before each.
+        point_R: [R] int64, 0 <= point < the row's residual.
+
+    Returns:
+        [R] int64: the id, or -1 where no segment here holds the point.
+    """
+    target = (x_NSv, first_id_S, rows_R, peak_R, floor_R, scale_R, total_R, ratio_R)
+    draft = (draft_MSw, draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
+    residual_RSv = _residuals(*target, *draft, one_hot_R, vocab_size)
+    return first_beyond(residual_RSv, start_RS, point_R, token_ids(x_NSv, first_id_S))
+
+
+@residual_pick.register_fake
+def _(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    total_R: Tensor,
+    ratio_R: Tensor,
+    draft_MSw: Tensor,
+    draft_rows_R: Tensor,
+    draft_peak_R: Tensor,
+    draft_floor_R: Tensor,
+    draft_scale_R: Tensor,
+    draft_total_R: Tensor,
+    one_hot_R: Tensor,
+    start_RS: Tensor,
+    point_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    return x_NSv.new_empty(count_rows(x_NSv, rows_R), dtype=torch.int64)
+
+
+def _units(weight: Tensor, total: Tensor, ratio: Tensor | int) -> Tensor:
+    """Weight / total * ratio for a ratio in units of 2**-60, in the same units, truncated."""
+    factor = ratio / total.clamp(min=1).double()
+    return (weight.double() * factor).clamp(max=float(ONE)).to(torch.int64)
+
+
+def _residuals(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    total_R: Tensor,
+    ratio_R: Tensor,
+    draft_MSw: Tensor,
+    draft_rows_R: Tensor,
+    draft_peak_R: Tensor,
+    draft_floor_R: Tensor,
+    draft_scale_R: Tensor,
+    draft_total_R: Tensor,
+    one_hot_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    """[R, S, v] int64 residuals in units of 2**-60."""
+    of_row = (slice(None), None, None)
+    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
+    weight_RSv = weights(value_RSv, peak_R, floor_R, scale_R, vocab_size)
+    p_RSv = _units(weight_RSv, total_R[of_row], ratio_R[of_row])
+
+    draft_RSw = values(draft_MSw, first_id_S[:1], draft_rows_R, vocab_size)
+    draft_weight_RSw = weights(draft_RSw, draft_peak_R, draft_floor_R, draft_scale_R, vocab_size)
+    q_RW = _units(draft_weight_RSw, draft_total_R[of_row], ONE).flatten(1)
+    segments, width = x_NSv.shape[1:]
+    q_RW = pad(q_RW, (0, segments * width - q_RW.shape[1]))  # ids line up; padding weighs nothing
+    drafted_RSv = token_ids(x_NSv, first_id_S) == one_hot_R[of_row]
+    q_RSv = torch.where(drafted_RSv, ONE, q_RW.unflatten(1, (segments, width)))
+    return (p_RSv - q_RSv).clamp(min=0)
+
+
+shard_like(torch.ops.dtensor_sample.probability.default, "row", "row row")
+shard_like(torch.ops.dtensor_sample.chain.default, "row", "row row")
+for _op, _out, _more in (
+    (torch.ops.dtensor_sample.residual_mass.default, "row_segment", ""),
+    (torch.ops.dtensor_sample.residual_pick.default, "row_max", "row_segment row "),
+):
+    _target, _draft = "logits segment - row row row row row", "logits row row row row row row"
+    shard_like(_op, _out, f"{_target} {_draft} {_more}-")

@@ -1,0 +1,246 @@
+"""Wrong arguments are refused, on every rank alike, before any rank has spoken to another.
+
+The message says which argument, what it was and what was expected, and the next step works.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtensor_sample import (
+    BatchSharder,
+    Sampler,
+    SamplingParams,
+    SamplingState,
+    replicated,
+    sample,
+    vocab_sharded,
+)
+from tests.batches import shard_vocab
+from tests.test_collectives import CollectiveTrace
+
+
+class Bench:
+    """Good arguments of everything, for a case to spoil one of them."""
+
+    def __init__(self, mesh) -> None:
+        self.mesh = mesh
+        self.no_mesh, self.no_tensor = None, [1.0]
+        self.full = torch.eye(3, 10, device=mesh.device_type)
+        self.logits = shard_vocab(self.full, mesh)
+        self.params = SamplingParams(temperature=0)
+        self.state = SamplingState(mesh, vocab_size=10, max_num_reqs=8, seed=0)
+        for slot in range(3):
+            self.state.add(slot, self.params)
+        self.sharder = BatchSharder(self.state)
+        self.sampler = Sampler(self.state)
+
+    def sample(self, logits=None, params=None, position=0, **kwargs):
+        logits = self.logits if logits is None else logits
+        params = self.params if params is None else params
+        return sample(logits, params, position=position, **kwargs)
+
+    def plan(self, slots=(0, 1, 2), *args, **kwargs):
+        return self.sharder.plan(slots, *args, **kwargs)
+
+    def step(self) -> list[int]:
+        plan = self.plan()
+        logits = shard_vocab(plan.select(self.full), self.mesh)
+        return self.sampler(logits, plan).token_ids[:, 0].tolist()
+
+
+P: Any = SamplingParams
+INF, NAN = float("inf"), float("nan")
+CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
+    # Each: what is called, and what its message must hold (argument, value, what was expected).
+    "temperature below 0": (lambda b: P(temperature=-1), ("temperature", "-1", "0")),
+    "temperature infinite": (lambda b: P(temperature=INF), ("temperature", "inf", "finite")),
+    "temperature NaN": (lambda b: P(temperature=NAN), ("temperature", "nan", "finite")),
+    "temperature text": (lambda b: P(temperature="hot"), ("temperature", "hot", "number")),
+    "temperature None": (lambda b: P(temperature=None), ("temperature", "None", "number")),
+    "top_k fraction": (lambda b: P(top_k=1.5), ("top_k", "1.5", "integer")),
+    "top_k bool": (lambda b: P(top_k=True), ("top_k", "True", "integer")),
+    "top_p above 1": (lambda b: P(top_p=1.01), ("top_p", "1.01", "[0, 1]")),
+    "top_p below 0": (lambda b: P(top_p=-0.1), ("top_p", "-0.1", "[0, 1]")),
+    "top_p NaN": (lambda b: P(top_p=NAN), ("top_p", "nan", "[0, 1]")),
+    "min_p above 1": (lambda b: P(min_p=2), ("min_p", "2", "[0, 1]")),
+    "min_p below 0": (lambda b: P(min_p=-1e-9), ("min_p", "-1e-09", "[0, 1]")),
+    "seed below 0": (lambda b: P(seed=-1), ("seed", "-1", "2**64")),
+    "seed of 65 bits": (lambda b: P(seed=2**64), ("seed", str(2**64), "2**64")),
+    "seed fraction": (lambda b: P(seed=0.5), ("seed", "0.5", "integer")),
+    "spawn below 0": (lambda b: P().spawn(-1), ("n ", "-1", ">= 0")),
+    "batch of other things": (
+        lambda b: P.batch([1], "cpu"),
+        ("params[0]", "int", "SamplingParams"),
+    ),
+    "plain logits": (lambda b: b.sample(b.full), ("logits", "Tensor", "vocab_sharded")),
+    "integer logits": (lambda b: b.sample(b.logits.long()), ("logits", "int64", "float")),
+    "double logits": (lambda b: b.sample(b.logits.double()), ("logits", "float64", "float32")),
+    "logits sharded over rows": (
+        lambda b: b.sample(shard_vocab(b.full, b.mesh, dim=0)),
+        ("logits", "Shard(dim=0)", "Shard(-1)"),
+    ),
+    "too few params": (lambda b: b.sample(params=[b.params] * 2), ("params", "2", "3 rows")),
+    "params of another kind": (
+        lambda b: b.sample(params={"a": 1}),
+        ("params", "dict", "SamplingParams"),
+    ),
+    "one of params wrong": (
+        lambda b: b.sample(params=[b.params, None, b.params]),
+        ("params[1]", "None"),
+    ),
+    "position below 0": (lambda b: b.sample(position=-1), ("position", "-1", ">= 0")),
+    "position fraction": (lambda b: b.sample(position=0.5), ("position", "float", "integer")),
+    "position text": (lambda b: b.sample(position="x"), ("position", "x", "integer")),
+    "position of 65 bits": (lambda b: b.sample(position=2**64), ("position", str(2**64))),
+    "positions too few": (lambda b: b.sample(position=[1, 2]), ("position", "[2]", "[3]")),
+    "vocab_size too large": (lambda b: b.sample(vocab_size=11), ("vocab_size", "11", "10")),
+    "vocab_size zero": (lambda b: b.sample(vocab_size=0), ("vocab_size", "0", "1")),
+    "axis unknown": (lambda b: b.sample(axis="dp"), ("axis", "'dp'", "'tp'")),
+    "exchange unknown": (lambda b: b.sample(exchange="ring"), ("exchange", "'ring'", "'batch'")),
+    "base_seed below 0": (lambda b: b.sample(base_seed=-2), ("base_seed", "-2", "2**64")),
+    "vocab_sharded: no tensor": (
+        lambda b: vocab_sharded(b.no_tensor, b.mesh, vocab_size=1),
+        ("local", "list", "tensor"),
+    ),
+    "vocab_sharded: a DTensor": (
+        lambda b: vocab_sharded(b.logits, b.mesh, vocab_size=10),
+        ("local", "DTensor", "plain"),
+    ),
+    "vocab_sharded: too narrow": (
+        lambda b: vocab_sharded(b.full[:, :1], b.mesh, vocab_size=50),
+        ("local", "1", "50"),
+    ),
+    "vocab_sharded: vocab_size": (
+        lambda b: vocab_sharded(b.full, b.mesh, vocab_size=-4),
+        ("vocab_size", "-4", "1"),
+    ),
+    "vocab_sharded: axis": (
+        lambda b: vocab_sharded(b.full, b.mesh, vocab_size=10, axis="x"),
+        ("axis", "'x'", "'tp'"),
+    ),
+    "replicated: a DTensor": (
+        lambda b: replicated(b.logits, b.mesh),
+        ("logits", "DTensor", "plain"),
+    ),
+    "replicated: axis": (lambda b: replicated(b.full, b.mesh, axis="x"), ("axis", "'x'", "'tp'")),
+    "state: mesh": (
+        lambda b: SamplingState(b.no_mesh, vocab_size=3),
+        ("mesh", "NoneType", "DeviceMesh"),
+    ),
+    "state: vocab_size": (lambda b: SamplingState(b.mesh, vocab_size=0), ("vocab_size", "0", "1")),
+    "state: max_num_reqs": (
+        lambda b: SamplingState(b.mesh, vocab_size=3, max_num_reqs=0),
+        ("max_num_reqs", "0", ">= 1"),
+    ),
+    "state: exchange": (
+        lambda b: SamplingState(b.mesh, vocab_size=3, exchange=""),
+        ("exchange", "''", "'batch'"),
+    ),
+    "state: seed": (
+        lambda b: SamplingState(b.mesh, vocab_size=3, seed=-1),
+        ("seed", "-1", "2**64"),
+    ),
+    "state: speculation": (
+        lambda b: SamplingState(b.mesh, vocab_size=3, num_speculative_tokens=-1),
+        ("num_speculative_tokens", "-1", ">= 0"),
+    ),
+    "add: slot too large": (lambda b: b.state.add(8, b.params), ("slot", "8", "[0, 8)")),
+    "add: slot below 0": (lambda b: b.state.add(-1, b.params), ("slot", "-1", "[0, 8)")),
+    "add: slot in use": (lambda b: b.state.add(0, b.params), ("slot", "0", "in use")),
+    "add: params": (lambda b: b.state.add(3, {"top_k": 1}), ("params", "dict", "SamplingParams")),
+    "add: position": (lambda b: b.state.add(3, b.params, position=-1), ("position", "-1", ">= 0")),
+    "add: position of 65 bits": (
+        lambda b: b.state.add(3, b.params, position=2**64),
+        ("position", str(2**64)),
+    ),
+    "add: prompt": (
+        lambda b: b.state.add(3, b.params, prompt_token_ids=[1, 10]),
+        ("prompt_token_ids", "10", "[0, 10)"),
+    ),
+    "add: prompt of text": (
+        lambda b: b.state.add(3, b.params, prompt_token_ids="hello"),
+        ("prompt_token_ids", "hello"),
+    ),
+    "remove: empty slot": (lambda b: b.state.remove(5), ("slot", "5", "no request")),
+    "remove: slot unknown": (lambda b: b.state.remove(9), ("slot", "9", "[0, 8)")),
+    "sharder: owners": (lambda b: BatchSharder(b.state, owners="x"), ("owners", "'x'", "'slot'")),
+    "plan: slot empty": (lambda b: b.plan([0, 4]), ("slot", "4", "no request")),
+    "plan: slot unknown": (lambda b: b.plan([0, 8]), ("slot", "8", "[0, 8)")),
+    "plan: slot twice": (lambda b: b.plan([1, 1]), ("slots", "1", "distinct")),
+    "plan: slots no list": (lambda b: b.plan(3), ("slots", "3", "sequence")),
+    "plan: slot fraction": (lambda b: b.plan([0.5]), ("slots[0]", "0.5", "integer")),
+    "plan: num_logits too few": (lambda b: b.plan([0, 1], [1]), ("num_logits", "1", "2")),
+    "plan: num_logits zero": (lambda b: b.plan([0, 1], [1, 0]), ("num_logits[1]", "0", "1")),
+    "plan: num_logits over K": (lambda b: b.plan([0, 1], [1, 2]), ("num_logits[1]", "2", "[1, 1]")),
+    "plan: capacity": (
+        lambda b: b.plan(capacity=0, exchange="batch"),
+        ("capacity", "0", ">= "),
+    ),
+    "plan: capacity without owners": (
+        lambda b: b.plan(capacity=9, exchange="vocab"),
+        ("capacity", "9", "batch"),
+    ),
+    "plan: exchange": (lambda b: b.plan(exchange="x"), ("exchange", "'x'", "'vocab'")),
+    "plan: query_start_loc too few": (
+        lambda b: b.plan([0], query_start_loc=[0]),
+        ("query_start_loc", "1", "2"),
+    ),
+    "plan: query_start_loc falls": (
+        lambda b: b.plan([0, 1], query_start_loc=[0, 3, 3]),
+        ("query_start_loc", "3 to 3", "at least 1"),
+    ),
+    "plan: positions too few": (lambda b: b.plan([0, 1], positions=[1]), ("positions", "1", "2")),
+    "plan: positions below 0": (
+        lambda b: b.plan([0], positions=[-3]),
+        ("positions[0]", "-3", "[0, "),
+    ),
+    "sampler: plain logits": (
+        lambda b: b.sampler(b.full, b.plan(exchange="vocab")),
+        ("logits", "Tensor", "DTensor"),
+    ),
+    "sampler: too few rows": (
+        lambda b: b.sampler(shard_vocab(b.full[:2], b.mesh), b.plan(exchange="vocab")),
+        ("logits", "2", "3"),
+    ),
+    "sampler: too narrow": (
+        lambda b: b.sampler(shard_vocab(b.full[:, :9], b.mesh), b.plan(exchange="vocab")),
+        ("logits", "9", "10"),
+    ),
+    "sampler: another state's plan": (
+        lambda b: b.sampler(b.logits, BatchSharder(Bench(b.mesh).state).plan([0, 1, 2])),
+        ("plan", "state"),
+    ),
+}
+
+
+def outcome(call: Callable[..., object], *args: object) -> str:
+    try:
+        return f"returned {call(*args)}"
+    except Exception as error:  # whatever it was, the test shall see it
+        return f"{type(error).__name__}: {error}"
+
+
+def refusals(mesh) -> dict[str, tuple[str, list, str]]:
+    """For each case: what it came to, collectives until then, and what a good step then does."""
+    results = {}
+    for name, (spoiled, _) in CASES.items():
+        bench = Bench(mesh)
+        with CollectiveTrace() as trace:
+            raised = outcome(spoiled, bench)
+        results[name] = (raised, trace.calls, outcome(bench.step))
+    return results
+
+
+def test_refusals(ranks):
+    """Catches silent acceptance, another exception, a vague message, a rank that goes on alone."""
+    wrong = []
+    for rank, results in enumerate(ranks.run(refusals)):
+        for name, (_, parts) in CASES.items():
+            raised, calls, next_step = results[name]
+            if calls or not all(part in raised for part in ("ValueError: ", *parts)):
+                wrong.append(f"rank {rank}, {name}: {raised} after {calls}")
+            if next_step != "returned [0, 1, 2]":
+                wrong.append(f"rank {rank}, {name}, next step: {next_step}")
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,220 @@
+"""Tokens do not depend on how a step is laid out: the reference for all is the oracle."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_sample import (
+    BatchSharder,
+    Sampler,
+    SamplingParams,
+    SamplingState,
+    replicated,
+    sample,
+    vocab_sharded,
+)
+from tests.batches import (
+    DTYPES,
+    EXCHANGES,
+    OWNERS,
+    Batch,
+    Layout,
+    engine_step,
+    expected_step,
+    random_batch,
+    shard_vocab,
+    tokens,
+)
+from tests.pool import worlds
+
+MANY = 29
+
+
+@lru_cache
+def many(dtype: torch.dtype) -> Batch:
+    return random_batch(11, MANY, 111, dtype=dtype, seeded=True)
+
+
+def layouts(seed: int) -> list[Layout]:
+    """Random layouts: sparse slots, part of the batch in any order, every policy and exchange."""
+    rng = np.random.default_rng(seed)
+    made = [Layout(order=order) for order in ([], [3], range(MANY), range(MANY)[::-1])]
+    for i in range(24):
+        exchange = EXCHANGES[i % len(EXCHANGES)]
+        count = int(rng.choice([1, 2, 5, 7, 8, 9, MANY]))
+        made.append(
+            Layout(
+                exchange=exchange,
+                owners=OWNERS[i % len(OWNERS)],
+                slots=rng.choice(2 * MANY, MANY, replace=False).tolist(),
+                order=rng.choice(MANY, count, replace=False).tolist(),
+                spare=int(rng.integers(3)) if exchange == "batch" else 0,
+            )
+        )
+    return made
+
+
+def engine_steps(mesh, batch: Batch, many_layouts: list[Layout]) -> list[dict[str, list]]:
+    return [engine_step(mesh, batch, layout) for layout in many_layouts]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layout_changes_nothing(ranks, dtype):
+    """Catches results that depend on owner, slot, order, neighbours, capacity or exchange."""
+    batch, chosen = many(dtype), layouts(DTYPES.index(dtype))
+    wanted = [expected_step(batch, layout.order) for layout in chosen]
+    for got in ranks.run(engine_steps, batch, chosen):
+        for layout, a, b in zip(chosen, got, wanted, strict=True):
+            assert a == b, layout
+
+
+def test_padding_changes_nothing(ranks):
+    """Catches padded ids that are ranked or normalised over: the same rows, wider and wider."""
+    batch = many(torch.float32)
+    wanted = expected_step(batch)
+    for padding in (1, 2, 37):
+        extra = torch.full((MANY, padding), torch.finfo(torch.float32).max)
+        wider = replace(batch, logits=torch.cat([batch.logits, extra], 1))
+        for exchange in EXCHANGES:
+            got = ranks.run(engine_step, wider, Layout(exchange=exchange))
+            assert got == [wanted] * ranks.size, (padding, exchange)
+
+
+def unique_params(count: int) -> list[SamplingParams]:
+    """Parameters that no two requests share, none of them greedy."""
+    return [
+        SamplingParams(
+            temperature=0.5 + 0.1 * i,
+            top_k=2 + i,
+            top_p=1 - 0.03 * i,
+            min_p=0.001 * i,
+            seed=1000 + i,
+        )
+        for i in range(count)
+    ]
+
+
+def test_parameters_reach_their_request(ranks):
+    """Catches parameters in another order than rows: all sizes 1..3P+1, holes in slots."""
+    for count in range(1, 3 * ranks.size + 2):
+        rng = np.random.default_rng(count)
+        batch = Batch(
+            logits=torch.from_numpy(rng.normal(0, 1, (count, 257))).float(),
+            vocab_size=257,
+            params=unique_params(count),
+            positions=[0] * count,
+        )
+        wanted = expected_step(batch)
+        if count > 4:
+            assert wanted != expected_step(
+                replace(batch, params=batch.params[1:] + batch.params[:1])
+            )
+        for owners in OWNERS:
+            slots = (rng.permutation(2 * count)[:count] + 3).tolist()
+            got = ranks.run(engine_step, batch, Layout(owners=owners, slots=slots))
+            assert got == [wanted] * ranks.size, (count, owners)
+
+
+def owned_counts(mesh, vectors: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens when rank r owns `vector[r]` requests; row i has its maximum at id i."""
+    ranks, rows = mesh.size(), 3 * mesh.size()
+    state = SamplingState(mesh, vocab_size=rows + 1, max_num_reqs=rows, seed=0)
+    for slot in range(rows):
+        state.add(slot, SamplingParams(temperature=0))
+    sharder, sampler = BatchSharder(state, owners="slot"), Sampler(state)
+    coded = torch.eye(rows, rows + 1, device=mesh.device_type)
+    results = []
+    for vector in vectors:
+        slots = [r + ranks * k for r, count in enumerate(vector) for k in range(count)]
+        slots = np.random.default_rng(vector).permutation(slots).astype(int).tolist()
+        plan = sharder.plan(slots, exchange="batch")
+        assert list(plan.rows_per_rank) == vector
+        assert plan.capacity == max(vector)
+        logits = shard_vocab(plan.select(coded[: len(slots)]), mesh)
+        exchanged = sampler.exchange(logits, plan)
+        results.append(sampler.gather(sampler.draw(exchanged, plan), plan).token_ids[:, 0].tolist())
+    return results
+
+
+def test_every_count_of_owned_rows(ranks):
+    """Catches rows lost, doubled or swapped when owners hold unequal numbers of them, or none."""
+    vectors = [list(v) for v in np.ndindex(*(4,) * ranks.size)]
+    wanted = [list(range(sum(v))) for v in vectors]
+    assert ranks.run(owned_counts, vectors) == [wanted] * ranks.size
+
+
+def strided(mesh, batch: Batch) -> list[list[int]]:
+    """The same values as a slice of wider rows, transposed storage, and behind a storage offset."""
+    full = batch.logits.to(mesh.device_type)
+    rows, width = full.shape
+    wide = torch.full((rows, width + 5), torch.nan, device=full.device, dtype=full.dtype)
+    wide[:, 2:-3] = full
+    every_other = torch.full((2 * rows, width), torch.nan, device=full.device, dtype=full.dtype)
+    every_other[1::2] = full
+    forms = [wide[:, 2:-3], full.t().contiguous().t(), every_other[1::2]]
+    results = []
+    for form in forms:
+        local = shard_vocab(form, mesh)
+        for logits in (local, replicated(form, mesh)):
+            for exchange in EXCHANGES:
+                drawn = sample(logits, batch.params, position=batch.positions, exchange=exchange)
+                results.append(drawn.tolist())
+    return results
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides(ranks, dtype):
+    """Catches a kernel that takes rows for contiguous."""
+    batch = random_batch(3, 7, 111, dtype=dtype, seeded=True)
+    for results in ranks.run(strided, batch):
+        assert results == [tokens(batch)] * len(results)
+
+
+def repeated(mesh, batch: Batch, times: int) -> list[list[int]]:
+    logits = shard_vocab(batch.logits, mesh)
+    drawn = [
+        sample(logits, batch.params, position=batch.positions, exchange=EXCHANGES[i % 3])
+        for i in range(times)
+    ]
+    return [tokens.tolist() for tokens in drawn]
+
+
+def test_repeated_calls(ranks):
+    """Catches sums whose last bits depend on the order in which threads reach them."""
+    batch = random_batch(17, 8, 4099, seeded=True)
+    for results in ranks.run(repeated, batch, 30):
+        assert results == [tokens(batch)] * 30
+
+
+def on_two_axes(mesh, batches: list[Batch]) -> tuple[list[list[int]], dict[str, list]]:
+    """Each row of a ("dp", "tp") mesh samples its own batch, of its own size."""
+    square = init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
+    batch = batches[square["dp"].get_local_rank()]
+    on_axis = shard_vocab(batch.logits, square["tp"])
+    rows, width = sum(map(len, batches)), batch.vocab_size
+    both = DTensor.from_local(
+        on_axis.to_local(),
+        square,
+        [Shard(0), Shard(1)],
+        run_check=False,
+        shape=torch.Size((rows, width)),
+        stride=(width, 1),
+    )
+    stateless = [
+        sample(logits, batch.params, position=batch.positions).tolist()
+        for logits in (on_axis, both, vocab_sharded(on_axis.to_local(), square, vocab_size=width))
+    ]
+    return stateless, engine_step(square["tp"], batch, Layout())
+
+
+@worlds("cpu:4")
+def test_mesh_of_two_axes(ranks):
+    """Catches collectives on the wrong group, or a wait for rows that another group has."""
+    batches = [random_batch(21, 7, 13, seeded=True), random_batch(22, 6, 13, seeded=True)]
+    wanted = [([tokens(batch)] * 3, expected_step(batch)) for batch in batches]
+    assert ranks.run(on_two_axes, batches) == [wanted[dp] for dp in (0, 0, 1, 1)]

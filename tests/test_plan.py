@@ -1,0 +1,103 @@
+"""Plans against their definitions: owners, capacities, and which hidden row stands where."""
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dtensor_sample import BatchSharder, SamplingParams, SamplingState
+from tests.batches import EXCHANGES, OWNERS
+
+SLOTS, SPECULATIVE = 24, 3
+
+
+def owners_by_definition(policy: str, slots: list[int], rows: list[int], ranks: int) -> list[int]:
+    if policy == "slot":
+        return [slot % ranks for slot in slots]
+    if policy == "position":
+        return [i // -(-len(slots) // ranks) for i in range(len(slots))]
+    load, owners = [0] * ranks, []
+    for count in rows:
+        owners.append(min(range(ranks), key=lambda rank: (load[rank], rank)))
+        load[owners[-1]] += count
+    return owners
+
+
+def random_step(seed: int) -> tuple[list[int], list[int], list[int]]:
+    """Slots, rows of each, and where each request's hidden rows start if they are packed."""
+    rng = np.random.default_rng(seed)
+    slots = rng.permutation(SLOTS)[: rng.integers(0, 12)].tolist()
+    rows = rng.integers(1, SPECULATIVE + 2, len(slots))
+    lengths = rows + rng.integers(0, 4, len(slots))
+    return slots, rows.tolist(), [0, *np.cumsum(lengths).tolist()]
+
+
+def plans(mesh, seeds: list[int]) -> list[dict]:
+    """What random plans say, and the hidden rows they select from every form of hidden states."""
+    ranks, rank, device = mesh.size(), mesh.get_local_rank(), mesh.device_type
+    state = SamplingState(
+        mesh,
+        vocab_size=5,
+        max_num_reqs=SLOTS,
+        num_speculative_tokens=SPECULATIVE,
+        seed=0,
+    )
+    for slot in range(SLOTS):
+        state.add(slot, SamplingParams())
+    results = []
+    for seed in seeds:
+        slots, rows, starts = random_step(seed)
+        exchange, policy = EXCHANGES[seed % 3], OWNERS[seed // 3 % 3]
+        plan = BatchSharder(state, owners=policy).plan(
+            slots, rows, exchange=exchange, query_start_loc=starts
+        )
+        hidden = torch.arange(2.0 * starts[-1], device=device).view(-1, 2)
+        chunks = [*hidden.chunk(ranks), *[hidden[:0]] * ranks]
+        shape, stride = hidden.shape, hidden.stride()
+        forms = [
+            hidden,
+            DTensor.from_local(hidden, mesh, [Replicate()], run_check=False),
+            DTensor.from_local(
+                chunks[rank], mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+            ),
+        ]
+        selected = [plan.select(form) for form in forms]
+        assert [type(rows) for rows in selected] == [torch.Tensor, DTensor, DTensor]
+        plain = [s.full_tensor() if isinstance(s, DTensor) else s for s in selected]
+        results.append(
+            {
+                "owners": list(plan.owners),
+                "rows_per_rank": list(plan.rows_per_rank),
+                "capacity": plan.capacity,
+                "selected": [(rows[:, 0] / 2).int().tolist() for rows in plain],
+            }
+        )
+    return results
+
+
+def test_random_plans(ranks):
+    """Catches a policy that is not the documented one, a loose capacity, a wrong hidden row."""
+    seeds = list(range(60))
+    for results in ranks.run(plans, seeds):
+        for seed, got in zip(seeds, results, strict=True):
+            slots, rows, starts = random_step(seed)
+            exchange, policy = EXCHANGES[seed % 3], OWNERS[seed // 3 % 3]
+            owners = owners_by_definition(policy, slots, rows, ranks.size)
+            last_rows = [
+                list(range(end - count, end)) for end, count in zip(starts[1:], rows, strict=True)
+            ]
+            everything = [row for hidden in last_rows for row in hidden]
+            owned: list[list[int]] = [[] for _ in range(ranks.size)]
+            for owner, hidden in zip(owners, last_rows, strict=True):
+                owned[owner] += hidden
+            fullest = max(map(len, owned))
+            assert got["owners"] == owners
+            assert got["rows_per_rank"] == [len(hidden) for hidden in owned]
+            if exchange != "batch":
+                assert got["selected"] == [everything] * 3
+                continue
+            assert got["capacity"] == fullest
+            for selected in got["selected"]:
+                assert set(selected) <= set(everything)  # padding reads valid rows
+                blocks = [selected[r * fullest :] for r in range(ranks.size)]
+                assert [b[: len(o)] for b, o in zip(blocks, owned, strict=True)] == owned
+                assert len(selected) == ranks.size * fullest

@@ -1,0 +1,102 @@
+"""Integer weights and uniforms of the library against float64 and Python integers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dtensor_sample import ops
+from dtensor_sample import random as streams
+from tests import oracle
+from tests.batches import library_weights
+
+EXPONENT_STEP = 2.0**-25
+"""The library's resolution of a binary exponent: a weight is off by up to this times ln 2."""
+POLYNOMIAL = 1e-8
+"""Relative error of its 2**f."""
+
+
+def exact(exponents: np.ndarray, size: int) -> np.ndarray:
+    return np.exp2(exponents.astype(np.float64) + oracle.weight_bits(size))
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 0.01, 0.7, 1.0, 2.0, 100.0])
+@pytest.mark.parametrize("size", [2, 1003, 151936])
+def test_weights_against_float64(size, temperature):
+    """Catches a bad polynomial coefficient, a wrong shift, a cut tail and a lost rounding."""
+    values = np.random.default_rng(size).uniform(-45 * temperature, 0, size).astype(np.float32)
+    values[-1] = 0
+    got = library_weights(values, temperature)
+    rounded = oracle.scaled(values, temperature)
+    wanted = exact(rounded, size)
+    bound = POLYNOMIAL + EXPONENT_STEP * math.log(2)
+    assert np.all(np.abs(got - wanted) <= bound * wanted + 1)
+    assert np.all(
+        np.abs(oracle.float64_weights(values, temperature) - wanted) <= 0.5 + 1e-15 * wanted
+    )
+    assert got[-1] == 1 << oracle.weight_bits(size)
+    # Against real numbers: float32 rounds the difference, the factor and the product.
+    true = values.astype(np.float64) * math.log2(math.e) / temperature
+    bound = bound + 4 * 2.0**-24 * math.log(2) * np.abs(true)
+    assert np.all(np.abs(got - exact(true, size)) <= bound * exact(true, size) + 1)
+
+
+def test_weights_are_monotone_and_bounded():
+    """Catches a seam between powers of two: a token would outweigh one with a larger logit."""
+    steps = np.concatenate([-np.arange(0, 3, 2.0**-12), -np.arange(3, 60, 2.0**-6)])
+    edges = np.array([np.nextafter(np.float32(-n), np.float32(0)) for n in range(1, 60)])
+    values = np.sort(np.concatenate([steps, edges]).astype(np.float32))
+    weights = library_weights(values, math.log2(math.e))
+    assert np.all(np.diff(weights) >= 0)
+    assert weights[0] >= 0
+    assert weights[-1] == 1 << oracle.weight_bits(len(values))
+
+
+def test_mass_of_a_rare_tail():
+    """Catches weights too coarse for rare tokens: 262143 of probability 1e-9 weigh their due."""
+    size = 1 << 18
+    for gap in (18.0, 20.5, 25.0):
+        values = np.full(size, -gap, np.float32)
+        values[77] = 0
+        weights = library_weights(values, 1.0)
+        tail = (int(weights.sum()) - int(weights[77])) / int(weights[77])
+        half_a_unit = 0.5 / (math.exp(-gap) * 2 ** oracle.weight_bits(size))
+        assert tail == pytest.approx((size - 1) * math.exp(-gap), rel=1e-6 + half_a_unit)
+
+
+SEEDS = (0, 1, 2**31, 2**32, 2**32 + 1, 2**63 - 1, 2**63, 2**64 - 1)
+POSITIONS = (0, 1, 2**31, 2**32 - 1, 2**32, 2**40 + 3, 2**62)
+
+
+def test_uniforms():
+    """Catches dropped or swapped words and signed shifts: the bits of Python ints, all distinct."""
+    seen: list[int] = []
+    for stream in range(5):
+        grid = [(s, p, o) for s in SEEDS for p in POSITIONS for o in (0, 1, 7, 2**32 - 1)]
+        wanted = [oracle.uniform(s, p, stream=stream, offset=o) for s, p, o in grid]
+        seeds, positions, offsets = zip(*grid, strict=True)
+        columns = np.array(seeds, np.uint64).view(np.int64), np.array(positions), np.array(offsets)
+        got = ops.uniform(*map(torch.from_numpy, columns), stream).tolist()
+        assert got == wanted
+        seen += got
+    assert len(set(seen)) == len(seen) == 5 * len(grid)
+
+
+def test_scaled_uniforms():
+    """Catches an overflow or a lost carry in the 124-bit product, at both ends of the range too."""
+    rng = np.random.default_rng(0)
+    edges = [0, 1, 2**31 - 1, 2**31, 2**61, 2**62 - 1]
+    us = edges + [int(u) for u in rng.integers(2**62, size=200)]
+    totals = [1, 2, 2**31, 2**62 - 1, 2**62] + [int(m) for m in rng.integers(1, 2**62, size=50)]
+    pairs = [(u, m) for u in us for m in totals]
+    u, m = torch.tensor(pairs).unbind(1)
+    assert streams.scaled(u, m).tolist() == [u * m >> 62 for u, m in pairs]
+
+
+def test_derived_seeds():
+    """Catches spawned and unseeded streams that coincide, or lose the high half of a seed."""
+    for child, derive in enumerate((oracle.spawned_seed, oracle.unseeded_seed)):
+        for seed in SEEDS:
+            got = [streams.derive_seed(seed, j, child=child) for j in (0, 1, 5, 2**33)]
+            assert got == [derive(seed, j) for j in (0, 1, 5, 2**33)]
