@@ -1,4 +1,4 @@
-"""Where rows and columns go: the exchanges against DTensor's own redistribution, eight ranks at once.
+"""Where rows and columns go: the exchanges against DTensor's own redistribution, on eight ranks.
 
 `LocalTensorMode` computes what every rank of a fake group would hold, in one process.
 """
@@ -71,7 +71,7 @@ def test_results_settle_owner_after_owner(mesh: DeviceMesh) -> None:
     """Catches results gathered in another order than ranks', under each exchange."""
     result = LocalTensor({rank: torch.full((2, 3), rank) for rank in range(P)})
     ranks = torch.arange(P).repeat_interleave(2)[:, None].expand(-1, 3)
-    settled = {
+    settled: dict[type[BatchExchange | VocabExchange | ReplicateExchange], torch.Tensor] = {
         BatchExchange: ranks,
         VocabExchange: torch.full((2, 3), P - 1),
         ReplicateExchange: torch.zeros(2, 3, dtype=torch.int64),
