@@ -26,14 +26,15 @@ class Display:
 class LiveDisplay(Display):
     """All texts at once, growing in place on a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, separator: str) -> None:
+        self._separator = separator
         self._texts: dict[int, Text] = {}
 
     def begin(self, index: int, prompt: str) -> None:
-        self._texts[index] = Text(prompt, style="bold")
+        self._texts[index] = Text().append(prompt, style="bold").append(self._separator)
 
     def write(self, index: int, piece: str) -> None:
-        self._texts[index].append(piece, style="not bold")
+        self._texts[index].append(piece)
 
     def __rich__(self) -> Table:
         table = Table.grid(padding=(0, 1))
@@ -47,12 +48,13 @@ class LineDisplay(Display):
 
     WIDTH = 72
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, separator: str, console: Console) -> None:
+        self._separator, self._console = separator, console
         self._pending: dict[int, str] = {}
 
     def begin(self, index: int, prompt: str) -> None:
-        self._pending[index] = prompt
+        self._pending[index] = ""
+        self.write(index, prompt + self._separator)
 
     def write(self, index: int, piece: str) -> None:
         *lines, text = (self._pending[index] + piece).split("\n")
@@ -72,17 +74,17 @@ class LineDisplay(Display):
 
 
 @contextmanager
-def open_display(*, quiet: bool, stderr: bool) -> Iterator[Display]:
-    """A display that suits where the output goes."""
+def open_display(separator: str, *, quiet: bool, stderr: bool) -> Iterator[Display]:
+    """A display that suits where the output goes; `separator` stands between prompt and text."""
     console = Console(stderr=stderr)
     if quiet:
         yield Display()
     elif console.is_terminal:
-        texts = LiveDisplay()
+        texts = LiveDisplay(separator)
         with Live(texts, console=console, refresh_per_second=10):
             yield texts
     else:
-        yield LineDisplay(console)
+        yield LineDisplay(separator, console)
 
 
 def print_summary(figures: Mapping[str, Any], *, stderr: bool) -> None:
