@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -44,22 +45,25 @@ class LiveDisplay(Display):
 
 
 class LineDisplay(Display):
-    """Lines as they become complete, each with the number of its prompt."""
+    """Lines of whole words, each with the number of its prompt: full, or what SECONDS brought."""
 
     WIDTH = 72
+    SECONDS = 2.0
 
     def __init__(self, separator: str, console: Console) -> None:
         self._separator, self._console = separator, console
         self._pending: dict[int, str] = {}
+        self._printed: dict[int, float] = {}
 
     def begin(self, index: int, prompt: str) -> None:
-        self._pending[index] = ""
+        self._pending[index], self._printed[index] = "", monotonic()
         self.write(index, prompt + self._separator)
 
     def write(self, index: int, piece: str) -> None:
         *lines, text = (self._pending[index] + piece).split("\n")
+        late = monotonic() - self._printed[index] > self.SECONDS
         # The last word stays: it may still grow.
-        while len(text) > self.WIDTH and (cut := text.rfind(" ", 1, self.WIDTH + 1)) > 0:
+        while (late or len(text) > self.WIDTH) and (cut := text.rfind(" ", 1, self.WIDTH + 1)) > 0:
             lines.append(text[:cut])
             text = text[cut + 1 :]
         self._print(index, lines)
@@ -71,6 +75,7 @@ class LineDisplay(Display):
     def _print(self, index: int, lines: list[str]) -> None:
         for line in filter(str.strip, lines):
             self._console.print(f"[{index}] {line}", markup=False, highlight=False, soft_wrap=True)
+            self._printed[index] = monotonic()
 
 
 @contextmanager
