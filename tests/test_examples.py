@@ -219,7 +219,7 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@worlds("cpu:1", "cpu:2", "cpu:4")
+@worlds("cpu:1", "cpu:2", "cpu:4", "cuda:2")
 def test_small_model_equals_transformers(ranks: Ranks, small: tuple[Path, Any]) -> None:
     """Mistakes in the parts that ranks read, in uneven vocabularies and in padding change ids."""
     path, model = small
