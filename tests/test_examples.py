@@ -28,6 +28,7 @@ from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize
 from llama import load_llama
 from meter import Meter
+from prompts import Request
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,10 +54,9 @@ def decode_prompts(
     checkpoint = weights.open_checkpoint(path)
     tokenizer = checkpoint.tokenizer
     requests = [
-        script.Request(
+        Request(
             index=i,
             prompt="",
-            shown_prompt="",
             prompt_token_ids=prompt_token_ids,
             params=params[i],
             stream=tokenizer.stream(),
@@ -219,7 +219,7 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@worlds("cpu:1", "cpu:2", "cpu:4")
+@worlds("cpu:1", "cpu:2", "cpu:4", "cuda:2")
 def test_small_model_equals_transformers(ranks: Ranks, small: tuple[Path, Any]) -> None:
     """Mistakes in the parts that ranks read, in uneven vocabularies and in padding change ids."""
     path, model = small
@@ -388,7 +388,7 @@ def test_a_character_cut_short_is_shown_at_the_end(default: weights.Checkpoint) 
 def test_lines_are_whole_words_of_one_text() -> None:
     """Without a terminal, texts that grow together come as lines that say whose they are."""
     out = io.StringIO()
-    display = LineDisplay(Console(file=out, width=80))
+    display = LineDisplay("", Console(file=out, width=80))
     words = [f"word{i} " for i in range(20)]
     display.begin(0, "Once ")
     display.begin(1, "Twice ")
@@ -425,7 +425,7 @@ def test_bad_arguments_are_refused(
         (["--temperature", -1], "temperature must be"),
         (["--seed", -1], "seed must be"),
         (["a", " "], "prompt 1 is empty"),
-        (["a" * 250], "prompt 0 has 250 tokens, and 32 new ones: more than the model's .* 256"),
+        (["a" * 250], "prompt 0 has 250 tokens, and 24 new ones: more than the model's .* 256"),
         (["--prompt-file", tmp_path / "none"], "no prompt file"),
         (["--prompt-file", empty], "no prompt in"),
         (["--chat", "a"], "the model has no chat template"),
