@@ -75,7 +75,8 @@ def layout_of(logits: object, *, axis: str | None, vocab_size: int | None) -> La
     place = Axis.of(mesh, mesh_dim)
     sharded = isinstance(logits.placements[mesh_dim], Shard)
     width = -(-padded // place.size) if sharded else None
-    return Layout(local.reshape(-1, local.shape[-1]), width, local.shape[:-1], place, vocab_size)
+    lead, columns = local.shape[:-1], local.shape[-1]
+    return Layout(local.reshape(lead.numel(), columns), width, lead, place, vocab_size)
 
 
 def axis_index(mesh: DeviceMesh, axis: str | None) -> int:

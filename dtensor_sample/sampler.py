@@ -44,7 +44,8 @@ class Sampler:
         params = plan.row_params()
         first_R = torch.zeros_like(plan.row_offsets)
         uniform_R = ops.uniform(params.seed, plan.row_positions(), first_R, TARGET)
-        return self._draw(rows, params, uniform_R, filters, plan.exchange, self.state.vocab_size)
+        run = self._draw if plan.slots else draw  # no rows: nothing worth compiling
+        return run(rows, params, uniform_R, filters, plan.exchange, self.state.vocab_size)
 
     def gather(self, drawn_RW: Tensor, plan: ShardPlan) -> SamplerOutput:
         """The third: results to every rank, in batch order; positions advance."""

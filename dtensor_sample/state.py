@@ -122,13 +122,16 @@ class SamplingState:
             raise ValueError(f"slot {slot} is in use: remove(slot) first")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
-        prompt = np.asarray(prompt_token_ids if len(prompt_token_ids) else [], dtype=np.int64)
-        if prompt.ndim != 1 or ((prompt < 0) | (prompt >= self.vocab_size)).any():
+        prompt = np.asarray(prompt_token_ids)
+        flat_integers = prompt.ndim == 1 and (prompt.dtype.kind in "iu" or prompt.size == 0)
+        if not flat_integers or ((prompt < 0) | (prompt >= self.vocab_size)).any():
             raise ValueError(
                 f"prompt_token_ids must be a flat list of ids in [0, {self.vocab_size}), "
                 f"got {prompt_token_ids!r}"
             )
-        position = len(prompt) if position is None else _at_least("position", position, 0)
+        if position is not None and not 0 <= integer("position", position) < 1 << 63:
+            raise ValueError(f"position must be >= 0 and < 2**63, got {position}")
+        position = len(prompt) if position is None else integer("position", position)
         seed = params.seed
         if seed is None:
             seed = derive_seed(self._base_seed, self._admitted, child=1)
