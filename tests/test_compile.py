@@ -33,8 +33,8 @@ def compiled_steps(
 def test_compiled_steps(ranks):
     """Catches traced arithmetic that rounds otherwise, and a compilation for each size or feature.
 
-    Owners often hold no row or one, which the compiler would each treat as a case of its own; and all
-    exchanges of a process share the compiler's limit on variants of one function.
+    Owners often hold no row or one, which the compiler would each treat as a case of its own; and
+    all exchanges of a process share the compiler's limit on variants of one function.
     """
     batch = random_batch(31, 64, 1003, seeded=True)
     every = tokens(batch)
