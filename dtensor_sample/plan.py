@@ -30,6 +30,8 @@ class ShardPlan:
     """How this step's logits meet the sampler; `exchange.name` is its name."""
     slots: tuple[int, ...]
     """[B] in batch order."""
+    num_logits: tuple[int, ...]
+    """[B] rows of each request."""
     owners: tuple[int, ...]
     """[B] the rank that samples each request."""
     rows_per_rank: tuple[int, ...]
@@ -123,22 +125,36 @@ class ShardPlan:
         return DTensor.from_local(picked, own_mesh, [Replicate()], run_check=False)
 
     @torch.no_grad()
-    def place(self, logits: Tensor, state: SamplingState, *, most_rows: int) -> Logits:
+    def place(
+        self,
+        logits: Tensor,
+        state: SamplingState,
+        *,
+        most_rows: int,
+        error: ValueError | None = None,
+        **replicated: object,
+    ) -> Logits:
         """Logits of the selected rows -> this rank's view of what it samples.
+
+        Args:
+            logits: DTensor [num_rows, V].
+            state: the sampler's.
+            most_rows: how many rows of a request the sampler can take.
+            error: what the sampler's other arguments were refused for, if they were.
+            replicated: those arguments, for debug mode to compare.
 
         Raises:
             ValueError: logits of another shape, dtype, axis or placement than the plan's, a plan of
-                another state, or one with more rows a request than `most_rows`.
+                another state, or one with more rows a request than `most_rows`; or else `error`.
         """
-        error = layout = None
+        layout = None
         try:
             layout = self._check(logits, state, most_rows)
         except ValueError as refused:
             error = refused
         given = (getattr(logits, name, None) for name in ("shape", "dtype", "placements"))
-        state.agree(
-            error, plan=(self.slots, self.exchange.name, self.num_rows), logits=tuple(given)
-        )
+        plan = (self.slots, self.exchange.name, self.num_rows)
+        state.agree(error, plan=plan, logits=tuple(given), **replicated)
         assert layout is not None
         splits = [self.capacity] * state.axis.size
         return self.exchange.place(layout.local_Tv, splits, layout.width)

@@ -48,7 +48,8 @@ class Sampler:
         return run(rows, params, uniform_R, filters, plan.exchange, self.state.vocab_size)
 
     def gather(self, drawn_RW: Tensor, plan: ShardPlan) -> SamplerOutput:
-        """The third: results to every rank, in batch order; positions advance."""
+        """The third: results to every rank, in batch order; positions advance, drafts are void."""
+        self.state.drafts.forget(plan.slots)
         output = SamplerOutput.of_drawn(plan.settle(drawn_RW), self.state.num_speculative_tokens)
         plan.advance(output.num_sampled)
         return output

@@ -186,6 +186,7 @@ class BatchSharder:
             state=state,
             exchange=exchange,
             slots=tuple(slots),
+            num_logits=tuple(rows),
             owners=tuple(owners),
             rows_per_rank=tuple(int(n) for n in rows_P),
             capacity=C,

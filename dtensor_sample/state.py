@@ -167,7 +167,8 @@ class SamplingState:
     def digest(self, slots: Sequence[int]) -> object:
         """What must be the same on every rank about the requests of `slots`."""
         params = [self._requests.get(slot) for slot in slots]
-        return params, self._base_seed, self._admitted, self.vocab_size
+        drafts = self.drafts.digest(slots)
+        return params, drafts, self._base_seed, self._admitted, self.vocab_size
 
     def upload(self) -> None:
         """Bring the device up to date with `add`: one copy, and none when nothing was added."""

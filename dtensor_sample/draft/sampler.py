@@ -32,10 +32,11 @@ class DraftSampler:
         """Draw draft token `step` of each request; every rank of the axis must call this.
 
         Args:
-            draft_logits: DTensor [num_rows, V], one row a request, in the plan's order.
+            draft_logits: DTensor [num_rows, V], one row a request, in the plan's order; of one
+                dtype over the life of the state, and under `vocab` padded as the target's are.
             plan: of one row a request. Positions do not advance: all drafts of a block are keyed by
                 the position of its first token and by their step.
-            step: in [0, K); 0 begins a new block.
+            step: in [0, K); 0 begins a new block. Drafts of a block are all drawn or all greedy.
 
         Returns:
             [B] int64 plain tensor in batch order, the same on every rank; -1 where no token is
@@ -44,14 +45,17 @@ class DraftSampler:
         Raises:
             ValueError: names the argument; on every rank alike, before any collective.
         """
-        state, K = self.state, self.state.num_speculative_tokens
-        step = integer("step", step)
-        if not 0 <= step < K:
-            raise ValueError(f"step must be in [0, {K}), got {step}")
-        kept = [not (self.greedy or state.params_of(slot).greedy) for slot in plan.slots]
-        state.drafts.check_step(plan, step, kept, getattr(draft_logits, "dtype", None))
-        rows = plan.place(draft_logits, state, most_rows=1)
-        state.drafts.write(rows, plan, step, kept)
+        state, kept, error = self.state, [], None
+        try:
+            step = self._check_step(step)
+            kept = [not (self.greedy or state.params_of(slot).greedy) for slot in plan.slots]
+            state.drafts.check_step(plan, step, kept, draft_logits)
+        except ValueError as refused:
+            error = refused
+        rows = plan.place(
+            draft_logits, state, most_rows=1, error=error, step=step, greedy=self.greedy
+        )
+        state.drafts.write(rows, plan, step, kept, draft_logits.shape[-1])
         params = plan.row_params()
         if self.greedy:
             params = params._replace(greedy=torch.ones_like(params.greedy))
@@ -60,3 +64,9 @@ class DraftSampler:
         uniform_R = ops.uniform(params.seed, position_R, step_R, DRAFT)
         drawn_RW = draw(rows, params, uniform_R, plan.filters, plan.exchange, state.vocab_size)
         return plan.settle(drawn_RW)[:, 0]
+
+    def _check_step(self, step: object) -> int:
+        number, K = integer("step", step), self.state.num_speculative_tokens
+        if not 0 <= number < K:
+            raise ValueError(f"step must be in [0, {K}), got {number}")
+        return number
