@@ -33,7 +33,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_sample import Sampler, SamplingParams, SamplingState
+from dtensor_sample import Sampler, SamplerOutput, SamplingParams, SamplingState, ShardPlan
 from tests.pool import Ranks, worlds
 
 DECODE = Path(script.__file__)
@@ -48,7 +48,8 @@ def decode_prompts(
     params: Sequence[SamplingParams],
     *,
     max_num_reqs: int,
-    max_new_tokens: int = NEW_TOKENS,
+    sampler_class: type[Sampler] = Sampler,
+    compare: bool = False,
 ) -> list[list[int]]:
     """What decode.py does on the ranks of a mesh."""
     checkpoint = weights.open_checkpoint(path)
@@ -69,11 +70,11 @@ def decode_prompts(
     script.decode(
         model,
         requests,
-        Sampler(SamplingState(mesh, vocab_size=V, max_num_reqs=max_num_reqs)),
+        sampler_class(SamplingState(mesh, vocab_size=V, max_num_reqs=max_num_reqs)),
         mesh=mesh,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=NEW_TOKENS,
         eos_token_ids=tokenizer.eos_token_ids,
-        compare=False,
+        compare=compare,
         meter=Meter(mesh.device_type),
         display=Display(),
     )
@@ -521,6 +522,32 @@ def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> Non
     assert figures["tokens_per_second"] > 0 < figures["wire_bytes"]
     assert 0 < figures["logits_bytes"] <= figures["replicated_logits_bytes"]
     assert "[0] abc" in stderr
+
+
+class Wrong(Sampler):
+    """Samples the next id under one of the exchanges."""
+
+    def gather(self, drawn_RW: torch.Tensor, plan: ShardPlan) -> SamplerOutput:
+        output = super().gather(drawn_RW, plan)
+        if plan.exchange.name == "vocab":
+            output.token_ids.add_(1)
+        return output
+
+
+def compare_wrongly(mesh: DeviceMesh, path: Path) -> str:
+    try:
+        params = greedy(1)
+        kinds: dict[str, Any] = {"sampler_class": Wrong, "compare": True}
+        decode_prompts(mesh, path, SMALL_PROMPTS[:1], params, max_num_reqs=1, **kinds)
+    except SystemExit as error:
+        return str(error)
+    return ""
+
+
+@worlds("cpu:2")
+def test_compare_ends_every_rank_if_a_token_differs(ranks: Ranks, small_path: Path) -> None:
+    for error in ranks.run(compare_wrongly, small_path):
+        assert "the exchanges differ at positions [3]" in error
 
 
 def test_one_process(small_path: Path) -> None:
