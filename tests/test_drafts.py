@@ -61,7 +61,13 @@ def test_steps_are_worth_testing():
     ]
     for drawn in (False, True):
         kinds = [(k, sampled, failed) for d, k, sampled, failed in outcomes if d == drawn]
-        print(len(kinds), sum(sampled == k + 1 and k > 0 for k, sampled, _ in kinds),sum(1 < sampled < k + 1 for k, sampled, _ in kinds),sum(sampled <= 1 and k > 0 for k, sampled, _ in kinds),sum(failed and sampled > 0 for k, sampled, failed in kinds))
+        print(
+            len(kinds),
+            sum(sampled == k + 1 and k > 0 for k, sampled, _ in kinds),
+            sum(1 < sampled < k + 1 for k, sampled, _ in kinds),
+            sum(sampled <= 1 and k > 0 for k, sampled, _ in kinds),
+            sum(failed and sampled > 0 for k, sampled, failed in kinds),
+        )
         assert sum(sampled == k + 1 and k > 0 for k, sampled, _ in kinds) > 5
         assert sum(1 < sampled < k + 1 for k, sampled, _ in kinds) > 3
         assert sum(sampled <= 1 and k > 0 for k, sampled, _ in kinds) > 5
