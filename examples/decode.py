@@ -1,4 +1,4 @@
-"""Decodes text with a real language model under tensor parallelism, sampled by `dtensor_sample`.
+"""Decode text with a real language model under tensor parallelism, sampled by `dtensor_sample`.
 
     torchrun --nproc_per_node=4 examples/decode.py
     python examples/decode.py --chat "Why is the sky blue?" --temperature 0.8 --seed 1
@@ -7,17 +7,15 @@ Runs on CPUs with gloo or on GPUs with nccl, by what is there. Without prompts i
 its own, greedily. More prompts than slots wait, and take over the slots of finished requests.
 """
 
-import argparse
 import heapq
 import json
 import os
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from time import perf_counter
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -25,66 +23,15 @@ from display import Display, open_display, print_summary
 from llama import Batch, Llama, load_llama
 from meter import Meter
 from options import EXCHANGES, parse_arguments
-from text import TextStream
+from prompts import Request, make_requests
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from weights import Checkpoint, open_checkpoint
+from weights import open_checkpoint
 
-from dtensor_sample import (
-    BatchSharder,
-    Sampler,
-    SamplingParams,
-    SamplingState,
-    vocab_sharded,
-)
+from dtensor_sample import BatchSharder, Sampler, SamplingState, vocab_sharded
 
-PROMPTS = [
-    "The capital of France is",
-    "Water boils at",
-    "Once upon a time",
-    "1, 2, 3, 4,",
-    "The three primary colors are",
-    "To be, or not to be,",
-    "def factorial(n):",
-    "The opposite of hot is",
-]
-# A rank that died or hangs ends the others after this.
-TIMEOUT = timedelta(seconds=30)
-
-
-@dataclass(kw_only=True)
-class Request:
-    """A prompt on its way to a text."""
-
-    index: int
-    prompt: str
-    shown_prompt: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    stream: TextStream
-    token_ids: list[int] = field(default_factory=list)
-    first_token_seconds: float = 0.0
-    finish_reason: str = ""
-
-    @property
-    def new_token_ids(self) -> list[int]:
-        """What the model has not seen yet: first the prompt, then the last token."""
-        return self.token_ids[-1:] or self.prompt_token_ids
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far, which is the position of the next one."""
-        return len(self.prompt_token_ids) + len(self.token_ids)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens that the model has seen."""
-        return self.num_tokens - len(self.new_token_ids)
-
-    def report(self) -> dict[str, Any]:
-        """What --json prints."""
-        names = ("prompt", "prompt_token_ids", "token_ids", "finish_reason", "first_token_seconds")
-        return {name: getattr(self, name) for name in names} | {"text": self.stream.text}
+# A rank that hangs ends the others after this, unless it may be compiling.
+TIMEOUT, COMPILE_TIMEOUT = timedelta(seconds=30), timedelta(minutes=10)
 
 
 def main() -> None:
@@ -100,7 +47,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"decode.py: error: {error}")
 
-    mesh = join_ranks(device_type)
+    mesh = join_ranks(device_type, COMPILE_TIMEOUT if args.compile else TIMEOUT)
     dtype = args.dtype or ("bfloat16" if device_type == "cuda" else "float32")
     model = load_llama(checkpoint, mesh, dtype=getattr(torch, dtype))
     longest = max(len(request.prompt_token_ids) for request in requests) + args.max_new_tokens
@@ -116,7 +63,8 @@ def main() -> None:
     meter = Meter(device_type)
     load_seconds = perf_counter() - started
 
-    with open_display(quiet=dist.get_rank() > 0, stderr=args.json) as display:
+    separator = "\n" if args.chat else ""
+    with open_display(separator, quiet=dist.get_rank() > 0, stderr=args.json) as display:
         decode(
             model,
             requests,
@@ -169,7 +117,7 @@ def decode(
             slot, request = heapq.heappop(free), waiting.popleft()
             state.add(slot, request.params, prompt_token_ids=request.prompt_token_ids)
             running[slot] = request
-            display.begin(request.index, request.shown_prompt)
+            display.begin(request.index, request.prompt)
 
         meter.start()
         slots = sorted(running)
@@ -228,7 +176,7 @@ def compare_exchanges(
     sampler: Sampler,
     mesh: DeviceMesh,
 ) -> None:
-    """Samples the same logits under every exchange; ends the program if a token differs."""
+    """Sample the same logits under every exchange; end the program if a token differs."""
     last_rows = [end - 1 for end in batch.query_start_loc[1:]]
     logits = model.lm_head(hidden[last_rows])
     token_ids = {}
@@ -238,48 +186,6 @@ def compare_exchanges(
         token_ids[exchange] = sampler(rows, plan).token_ids[:, 0].tolist()
     if any(ids != token_ids["replicate"] for ids in token_ids.values()):
         sys.exit(f"decode.py: the exchanges differ at positions {positions}: {token_ids}")
-
-
-def make_requests(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Request]:
-    """Tokenizes the prompts and gives each its own random stream."""
-    prompts = list(args.prompts)
-    if args.prompt_file is not None:
-        if not args.prompt_file.is_file():
-            raise ValueError(f"no prompt file {args.prompt_file}")
-        prompts += filter(str.strip, args.prompt_file.read_text("utf-8").splitlines())
-        if not prompts:
-            raise ValueError(f"no prompt in {args.prompt_file}")
-    prompts = prompts or PROMPTS
-    params = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-    ).spawn(len(prompts))
-    limit = checkpoint.config.max_positions
-    requests = []
-    for i, prompt in enumerate(prompts):
-        token_ids = checkpoint.tokenizer.encode(prompt, chat=args.chat) if prompt.strip() else []
-        if not token_ids:
-            raise ValueError(f"prompt {i} is empty: {prompt!r}")
-        if len(token_ids) + args.max_new_tokens > limit:
-            raise ValueError(
-                f"prompt {i} has {len(token_ids)} tokens, and {args.max_new_tokens} new ones: "
-                f"more than the model's context of {limit}"
-            )
-        stream = checkpoint.tokenizer.stream()
-        requests.append(
-            Request(
-                index=i,
-                prompt=prompt,
-                shown_prompt=prompt + "\n" * args.chat,
-                prompt_token_ids=token_ids,
-                params=params[i],
-                stream=stream,
-            )
-        )
-    return requests
 
 
 def choose_device() -> str:
@@ -292,21 +198,22 @@ def choose_device() -> str:
     return "cuda"
 
 
-def join_ranks(device_type: str) -> DeviceMesh:
+def join_ranks(device_type: str, timeout: timedelta) -> DeviceMesh:
     """The mesh of all ranks that torchrun started, or of this process alone."""
+    backend, device = "gloo", None
     if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "nccl" if device_type == "cuda" else "gloo"
+        backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
     else:
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device)
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def claim_stdout() -> TextIO:
-    """Keeps stdout for the caller; whatever else prints to it, native code too, goes to stderr."""
+    """Keep stdout for the caller; whatever else prints to it, native code too, goes to stderr."""
     stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return stdout

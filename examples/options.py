@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--max-new-tokens",
         type=count,
-        default=32,
+        default=24,
         metavar="N",
         help="of a prompt (default: %(default)s)",
     )

@@ -96,20 +96,21 @@ def test_traces_of_random_steps(ranks):
         assert kinds == promised
         if ranks.size == 1 or count == 0:
             assert kinds == ()
-        elif exchange == "batch":
-            assert kinds == ("all_to_all", "all_gather")
-        elif exchange == "replicate":
-            assert kinds == ("all_gather", "all_gather")
-        else:
+        elif exchange == "vocab":
             assert "all_to_all" not in kinds
             assert all("float" not in argument for call in calls for argument in call)
+        else:
+            logits_by = "all_to_all" if exchange == "batch" else "all_gather"
+            assert kinds == (logits_by, "all_gather")
+            assert calls[0][1].startswith("torch.bfloat16")
+            assert calls[1][1].startswith("torch.int64")
     groups = {call[-1] for *_, calls in first for call in calls}
     assert len(groups) <= 1
     assert ranks.size == 1 or len({exchange for exchange, *_ in first}) == 3
 
 
 def one_call(mesh, rows: int, exchange: str) -> list[tuple[str, ...]]:
-    logits = shard_vocab(torch.zeros(rows, 10), mesh)
+    logits = shard_vocab(torch.zeros(rows, 10, dtype=torch.float16), mesh)
     with CollectiveTrace() as trace:
         sample(logits, SamplingParams(top_k=3), position=0, exchange=exchange)
     return [call[:2] for call in trace.calls]
@@ -118,7 +119,7 @@ def one_call(mesh, rows: int, exchange: str) -> list[tuple[str, ...]]:
 @worlds("cpu:1", "cpu:4")
 def test_collectives_of_a_stateless_call(ranks):
     """Catches logits sent in another dtype, unpacked outputs, and talk on an axis of size 1."""
-    logits, result = "torch.float32[6, 3]", "torch.int64[2, 3]"
+    logits, result = "torch.float16[6, 3]", "torch.int64[2, 3]"
     wanted = [("all_to_all_single", logits), ("all_gather_into_tensor", result)]
     for exchange in EXCHANGES:
         got = ranks.run(one_call, 6, exchange)

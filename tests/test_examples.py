@@ -28,11 +28,12 @@ from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize
 from llama import load_llama
 from meter import Meter
+from prompts import Request
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_sample import Sampler, SamplingParams, SamplingState
+from dtensor_sample import Sampler, SamplerOutput, SamplingParams, SamplingState, ShardPlan
 from tests.pool import Ranks, worlds
 
 DECODE = Path(script.__file__)
@@ -47,16 +48,16 @@ def decode_prompts(
     params: Sequence[SamplingParams],
     *,
     max_num_reqs: int,
-    max_new_tokens: int = NEW_TOKENS,
+    sampler_class: type[Sampler] = Sampler,
+    compare: bool = False,
 ) -> list[list[int]]:
     """What decode.py does on the ranks of a mesh."""
     checkpoint = weights.open_checkpoint(path)
     tokenizer = checkpoint.tokenizer
     requests = [
-        script.Request(
+        Request(
             index=i,
             prompt="",
-            shown_prompt="",
             prompt_token_ids=prompt_token_ids,
             params=params[i],
             stream=tokenizer.stream(),
@@ -69,11 +70,11 @@ def decode_prompts(
     script.decode(
         model,
         requests,
-        Sampler(SamplingState(mesh, vocab_size=V, max_num_reqs=max_num_reqs)),
+        sampler_class(SamplingState(mesh, vocab_size=V, max_num_reqs=max_num_reqs)),
         mesh=mesh,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=NEW_TOKENS,
         eos_token_ids=tokenizer.eos_token_ids,
-        compare=False,
+        compare=compare,
         meter=Meter(mesh.device_type),
         display=Display(),
     )
@@ -219,7 +220,7 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@worlds("cpu:1", "cpu:2", "cpu:4")
+@worlds("cpu:1", "cpu:2", "cpu:4", "cuda:2")
 def test_small_model_equals_transformers(ranks: Ranks, small: tuple[Path, Any]) -> None:
     """Mistakes in the parts that ranks read, in uneven vocabularies and in padding change ids."""
     path, model = small
@@ -388,7 +389,7 @@ def test_a_character_cut_short_is_shown_at_the_end(default: weights.Checkpoint) 
 def test_lines_are_whole_words_of_one_text() -> None:
     """Without a terminal, texts that grow together come as lines that say whose they are."""
     out = io.StringIO()
-    display = LineDisplay(Console(file=out, width=80))
+    display = LineDisplay("", Console(file=out, width=80))
     words = [f"word{i} " for i in range(20)]
     display.begin(0, "Once ")
     display.begin(1, "Twice ")
@@ -425,7 +426,7 @@ def test_bad_arguments_are_refused(
         (["--temperature", -1], "temperature must be"),
         (["--seed", -1], "seed must be"),
         (["a", " "], "prompt 1 is empty"),
-        (["a" * 250], "prompt 0 has 250 tokens, and 32 new ones: more than the model's .* 256"),
+        (["a" * 250], "prompt 0 has 250 tokens, and 24 new ones: more than the model's .* 256"),
         (["--prompt-file", tmp_path / "none"], "no prompt file"),
         (["--prompt-file", empty], "no prompt in"),
         (["--chat", "a"], "the model has no chat template"),
@@ -521,6 +522,32 @@ def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> Non
     assert figures["tokens_per_second"] > 0 < figures["wire_bytes"]
     assert 0 < figures["logits_bytes"] <= figures["replicated_logits_bytes"]
     assert "[0] abc" in stderr
+
+
+class Wrong(Sampler):
+    """Samples the next id under one of the exchanges."""
+
+    def gather(self, drawn_RW: torch.Tensor, plan: ShardPlan) -> SamplerOutput:
+        output = super().gather(drawn_RW, plan)
+        if plan.exchange.name == "vocab":
+            output.token_ids.add_(1)
+        return output
+
+
+def compare_wrongly(mesh: DeviceMesh, path: Path) -> str:
+    try:
+        params = greedy(1)
+        kinds: dict[str, Any] = {"sampler_class": Wrong, "compare": True}
+        decode_prompts(mesh, path, SMALL_PROMPTS[:1], params, max_num_reqs=1, **kinds)
+    except SystemExit as error:
+        return str(error)
+    return ""
+
+
+@worlds("cpu:2")
+def test_compare_ends_every_rank_if_a_token_differs(ranks: Ranks, small_path: Path) -> None:
+    for error in ranks.run(compare_wrongly, small_path):
+        assert "the exchanges differ at positions [3]" in error
 
 
 def test_one_process(small_path: Path) -> None:
