@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtensor_sample.cost import Cost, cost_of
+from dtensor_sample.cost import Cost, cost_of, cost_of_verifying
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.layout import Layout, axis_index, layout_of
 from dtensor_sample.params import Filters, RowParams
@@ -188,9 +188,35 @@ class ShardPlan:
         if self.positions is None:
             self.state.positions.index_add_(0, self.batch_slots, num_sampled_B)
 
-    def cost(self, dtype: torch.dtype = torch.float32) -> Cost:
-        """Bytes and collectives of this step for logits of a dtype, on one rank."""
-        return cost_of(self.exchange, self.num_rows, self.state.vocab_size, self.filters, dtype)
+    def cost(
+        self,
+        dtype: torch.dtype = torch.float32,
+        *,
+        method: str | None = None,
+        draft_dtype: torch.dtype | None = None,
+    ) -> Cost:
+        """Bytes and collectives of this step, on one rank.
+
+        Args:
+            dtype: of the logits.
+            method: how drafts are verified; None: "block" if any request has more than one row, and
+                otherwise the step samples, or drafts, one token a request.
+            draft_dtype: of the draft logits; None: all drafts are one-hot. With `method` it matters
+                under `vocab` only.
+        """
+        shape = (self.state.vocab_size, self.filters, dtype)
+        if method is None and self.max_rows_per_request <= 1:
+            return cost_of(self.exchange, self.num_rows, *shape)
+        holders = self.state.axis.size if self.exchange.name == "batch" else 1
+        return cost_of_verifying(
+            self.exchange,
+            self.num_rows,
+            holders * self.request_capacity,
+            self.state.num_speculative_tokens,
+            *shape,
+            draft_dtype,
+            method or "block",
+        )
 
     def explain(self, dtype: torch.dtype = torch.float32) -> str:
         """Owners, bytes, memory and collectives of this step, as text."""
