@@ -24,16 +24,24 @@ import regex  # type: ignore[import-untyped]
 import torch
 import weights
 from display import Display, LineDisplay
+from drafters import Drafter, ModelDrafter, NgramDrafter
 from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize
-from llama import load_llama
+from llama import Llama, load_llama
 from meter import Meter
 from prompts import Request
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_sample import Sampler, SamplerOutput, SamplingParams, SamplingState, ShardPlan
+from dtensor_sample import (
+    RejectionSampler,
+    Sampler,
+    SamplerOutput,
+    SamplingParams,
+    SamplingState,
+    ShardPlan,
+)
 from tests.pool import Ranks, worlds
 
 DECODE = Path(script.__file__)
@@ -182,13 +190,13 @@ LLAMA3 = {
 }
 
 
-def save_small(path: Path, *, tied: bool) -> Any:
+def save_small(path: Path, *, tied: bool, **changes: object) -> Any:
     """Write a random model as a Hugging Face directory; return the same in transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     rope = None if tied else dict(LLAMA3)
     torch.manual_seed(1)
-    config = LlamaConfig(**SMALL, tie_word_embeddings=tied, rope_parameters=rope)
+    config = LlamaConfig(**SMALL | changes, tie_word_embeddings=tied, rope_parameters=rope)
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(path, max_shard_size="5GB" if tied else "200KB")
     ids = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -220,6 +228,14 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def draft_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layer of another, at random too: some of its drafts are good."""
+    path = tmp_path_factory.mktemp("draft")
+    save_small(path, tied=True, num_hidden_layers=1)
+    return path
+
+
 @worlds("cpu:1", "cpu:2", "cpu:4", "cuda:2")
 def test_small_model_equals_transformers(ranks: Ranks, small: tuple[Path, Any]) -> None:
     """Mistakes in the parts that ranks read, in uneven vocabularies and in padding change ids."""
@@ -240,6 +256,145 @@ def test_batching_changes_no_text(ranks: Ranks, small_path: Path) -> None:
         for prompt, own in zip(SMALL_PROMPTS, params, strict=True)
     ]
     assert together == alone
+
+
+Texts = list[list[int]]
+
+
+def speculate(
+    mesh: DeviceMesh,
+    path: Path,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    runs: Sequence[tuple[str, str, Path | None]],
+    *,
+    max_new_tokens: int = 12,
+    eos_token_ids: frozenset[int] = frozenset(),
+    compare: bool = False,
+) -> list[tuple[Texts, dict[str, Any]]]:
+    """Texts and figures of some runs: exchange, method, and the draft model; without it n-grams.
+
+    The method "" decodes plainly. Prompts take turns in two slots.
+    """
+    checkpoint = weights.open_checkpoint(path)
+
+    def load(path: Path) -> Llama:
+        model = load_llama(weights.open_checkpoint(path), mesh, dtype=torch.float32)
+        model.allocate_cache(max_num_reqs=2, max_length=64)
+        return model
+
+    model, results = load(path), []
+    greedy = all(own.greedy for own in params)
+    for exchange, method, draft_path in runs:
+        requests = [
+            Request(
+                index=i,
+                prompt="",
+                prompt_token_ids=prompt_token_ids,
+                params=params[i],
+                stream=checkpoint.tokenizer.stream(),
+            )
+            for i, prompt_token_ids in enumerate(prompts)
+        ]
+        state = SamplingState(
+            mesh,
+            vocab_size=checkpoint.config.vocab_size,
+            max_num_reqs=2,
+            num_speculative_tokens=4,
+            exchange=exchange,
+        )
+        sampler: Sampler | RejectionSampler = Sampler(state)
+        drafter: Drafter | None = None
+        if method:
+            sampler, drafter = RejectionSampler(state, method=method), NgramDrafter()
+        if draft_path is not None:
+            drafter = ModelDrafter(load(draft_path), state, greedy=greedy)
+        meter = Meter(mesh.device_type)
+        script.decode(
+            model,
+            requests,
+            sampler,
+            drafter=drafter,
+            mesh=mesh,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=eos_token_ids,
+            compare=compare,
+            meter=meter,
+        )
+        assert meter.figures()["tokens"] == sum(len(request.token_ids) for request in requests)
+        results.append(([request.token_ids for request in requests], meter.speculation()))
+    return results
+
+
+@worlds("cpu:1", "cpu:2", "cpu:4", "cuda:2")
+def test_speculation_changes_no_greedy_text(
+    ranks: Ranks, small_path: Path, draft_path: Path
+) -> None:
+    """Whatever drafts; and drafts of the model itself are all accepted.
+
+    Mistakes in what either cache holds after refused drafts, in positions, or in which rows of the
+    packed batch are a request's change texts or lose drafts.
+    """
+    prompts = [[3, 4, 5] * 5, [1] * 20, [17], [5, 900, 3]]
+    runs = [
+        ("auto", "", None),
+        ("batch", "block", None),
+        ("vocab", "standard", draft_path),
+        ("batch", "block", small_path),
+    ]
+    if ranks.size == 2:
+        runs += [("replicate", "block", draft_path), ("vocab", "block", small_path)]
+    results = ranks.run(speculate, small_path, prompts, greedy(len(prompts)), runs)
+    assert all(result == results[0] for result in results)
+    (texts, _), *speculated = results[0]
+    assert all(len(text) == 12 for text in texts)
+    for (own, figures), (_, _, path) in zip(speculated, runs[1:], strict=True):
+        assert own == texts
+        assert figures["drafted_tokens"] > 0
+        if path == small_path:
+            # 1 token, 1 + 4, 1 + 4, and one that needs no draft.
+            assert figures["acceptance_per_position"] == [1.0] * 4
+            assert figures["tokens_per_target_step"] == 12 / 4
+
+
+@worlds("cpu:2")
+def test_speculative_texts_end_where_they_should(
+    ranks: Ranks, small_path: Path, draft_path: Path
+) -> None:
+    """At the token that ends a text, in the middle of a block, and at the most tokens allowed."""
+    prompts = [[3, 4, 5] * 5, [1] * 20, [17]]
+    params = greedy(len(prompts))
+    runs = [("batch", "block", path) for path in (small_path, draft_path, None)]
+    plain = [("batch", "", None)]
+    [(texts, _)] = ranks.run(speculate, small_path, prompts, params, plain)[0]
+    end = texts[0][7]
+    expected = [text[: text.index(end) + 1] if end in text else text[:10] for text in texts]
+    assert len(expected[0]) <= 8
+    limits: dict[str, Any] = {"max_new_tokens": 10, "eos_token_ids": frozenset([end])}
+    for own, _ in ranks.run(speculate, small_path, prompts, params, runs, **limits)[0]:
+        assert own == [text[:10] for text in expected]
+
+
+@worlds("cpu:2")
+def test_speculation_with_random_texts(ranks: Ranks, small_path: Path, draft_path: Path) -> None:
+    """Every exchange gives one text; drafts drawn from the model itself are all accepted."""
+    prompts = [[3, 4, 5] * 5, [1] * 20, [17]]
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=5).spawn(len(prompts))
+    runs = [
+        ("batch", "block", draft_path),
+        ("vocab", "block", draft_path),
+        ("replicate", "block", draft_path),
+        ("batch", "block", small_path),
+        ("vocab", "standard", small_path),
+    ]
+    results = ranks.run(speculate, small_path, prompts, params, runs)
+    assert results[0] == results[1]
+    *others, block, standard = results[0]
+    assert others[0][0] == others[1][0] == others[2][0]
+    assert block[1]["acceptance_per_position"] == [1.0] * 4
+    assert standard[1]["acceptance_per_position"] == [1.0] * 4
+    ngrams = [("auto", "block", None)]
+    ranks.run(speculate, small_path, prompts, params, ngrams, compare=True)
 
 
 def test_parts_of_a_gguf_file_are_parts_of_the_whole(default: weights.Checkpoint) -> None:
