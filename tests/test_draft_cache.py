@@ -205,11 +205,16 @@ def script(seed: int, method: str, dtype: torch.dtype) -> Script:
     return made
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize(
-    ("seed", "method", "dtype"), [(1, "block", torch.float32), (2, "standard", torch.bfloat16)]
+    ("exchange", "seed", "method", "dtype"),
+    [
+        ("batch", 1, "block", torch.float32),
+        ("batch", 2, "standard", torch.bfloat16),
+        ("vocab", 2, "standard", torch.bfloat16),
+        ("replicate", 1, "block", torch.float32),
+    ],
 )
-def test_life(ranks, seed, method, dtype, exchange):
+def test_life(ranks, exchange, seed, method, dtype):
     """Catches rows of another request, step or block, and any that hold no draft: those are NaN.
 
     Slots are reused, owners balanced anew, drafts wait, are too few, or were never kept.

@@ -101,7 +101,7 @@ def test_law_of_sequences(ranks, model, method):
 
     A refused draft is drafted anew in the next step. A million rows in all.
     """
-    mean = check(ranks, model, method, requests=25_000, K=2, seed=6)
+    mean = check(ranks, model, method, requests=20_000, K=2, seed=6)
     assert 1.2 < mean < 2.6
 
 

@@ -88,6 +88,7 @@ def test_steps_are_worth_testing():
 def test_random_steps(ranks, method, exchange):
     """Catches a wrong row, coin, residual or count in some exchange, dtype, size or mixture."""
     rng = np.random.default_rng(0)
+    part = slice((EXCHANGES.index(exchange) + METHODS.index(method)) % 2, None, 2)
     layouts = [
         Layout(
             exchange=exchange,
@@ -95,10 +96,10 @@ def test_random_steps(ranks, method, exchange):
             spare=i % 2 if exchange == "batch" else 0,
             slots=(rng.permutation(len(step) + 3)[: len(step)]).tolist(),
         )
-        for i, step in enumerate(steps())
+        for i, step in enumerate(steps()[part])
     ]
-    for results in ranks.run(run_steps, steps(), layouts, method):
-        assert results == answers(method)
+    for results in ranks.run(run_steps, steps()[part], layouts, method):
+        assert results == answers(method)[part]
 
 
 # --- layouts
@@ -126,7 +127,7 @@ def random_layouts(step: Speculation, count: int) -> list[Layout]:
 def test_layouts(ranks, method):
     """Catches tokens that depend on order, slot, owner, exchange, padding or neighbours."""
     step = random_speculation(77, 14, 37, 3, padding=2, draft_dtype=torch.bfloat16)
-    layouts = random_layouts(step, 12)
+    layouts = random_layouts(step, 8)
     wanted = [expected(step, method, layout.order) for layout in layouts]
     for results in ranks.run(run_steps, [step] * len(layouts), layouts, method):
         assert results == wanted
