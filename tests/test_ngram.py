@@ -1,5 +1,7 @@
 """Drafts by prompt lookup against a plain search."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -53,7 +55,8 @@ def test_examples(example):
     """Catches a definition that both the search above and the code have wrong."""
     tokens, k, drafts = EXAMPLES[example]
     assert ngram_drafts(tokens, k) == drafts
-    assert ngram_drafts(np.array(tokens, np.int32), k) == drafts
+    arrays: Any = np.array(tokens, np.int32)
+    assert ngram_drafts(arrays, k) == drafts
 
 
 @pytest.mark.parametrize(
