@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node=4 examples/decode.py
     python examples/decode.py --chat "Why is the sky blue?" --temperature 0.8 --seed 1
+    python examples/decode.py --speculate ngram "1, 2, 3, 4, 1, 2, 3, 4, 1, 2,"
 
 Runs on CPUs with gloo or on GPUs with nccl, by what is there. Without prompts it continues a few of
 its own, greedily. More prompts than slots wait, and take over the slots of finished requests.
@@ -20,22 +21,30 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 from display import Display, open_display, print_summary
+from drafters import Drafter, ModelDrafter, NgramDrafter
 from llama import Batch, Llama, load_llama
 from meter import Meter
 from options import EXCHANGES, parse_arguments
 from prompts import Request, make_requests
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from weights import open_checkpoint
+from weights import Checkpoint, open_checkpoint
 
-from dtensor_sample import BatchSharder, Sampler, SamplingState, vocab_sharded
+from dtensor_sample import (
+    BatchSharder,
+    RejectionSampler,
+    Sampler,
+    SamplingState,
+    ShardPlan,
+    vocab_sharded,
+)
 
 # A rank that hangs ends the others after this, unless it may be compiling.
 TIMEOUT, COMPILE_TIMEOUT = timedelta(seconds=30), timedelta(minutes=10)
 
 
 def main() -> None:
-    """Load the model, decode all prompts, report."""
+    """Load the models, decode all prompts, report."""
     args = parse_arguments()
     stdout = claim_stdout() if args.json else sys.stdout
     started = perf_counter()
@@ -44,23 +53,52 @@ def main() -> None:
         checkpoint = open_checkpoint(args.model)
         checkpoint.config.padded(int(os.environ.get("WORLD_SIZE", 1)))
         requests = make_requests(args, checkpoint)
+        longest = max(len(request.prompt_token_ids) for request in requests) + args.max_new_tokens
+        greedy = all(request.params.greedy for request in requests)
+        draft_checkpoint = None
+        if args.draft_model is not None:
+            draft_checkpoint = open_checkpoint(args.draft_model)
+            check_draft_model(draft_checkpoint, checkpoint, longest)
+            if args.compare and not greedy:
+                raise ValueError("--compare needs --temperature 0 with --speculate draft")
     except ValueError as error:
         sys.exit(f"decode.py: error: {error}")
 
     mesh = join_ranks(device_type, COMPILE_TIMEOUT if args.compile else TIMEOUT)
     dtype = args.dtype or ("bfloat16" if device_type == "cuda" else "float32")
-    model = load_llama(checkpoint, mesh, dtype=getattr(torch, dtype))
-    longest = max(len(request.prompt_token_ids) for request in requests) + args.max_new_tokens
-    model.allocate_cache(max_num_reqs=args.max_num_reqs, max_length=longest)
-    state = SamplingState(
-        mesh,
-        vocab_size=checkpoint.config.vocab_size,
-        max_num_reqs=args.max_num_reqs,
-        exchange=args.exchange,
-        debug=args.debug or None,
-    )
-    sampler = Sampler(state, compile=args.compile)
-    meter = Meter(device_type)
+    cache = {"max_num_reqs": args.max_num_reqs, "max_length": longest}
+
+    def load(checkpoint: Checkpoint) -> Llama:
+        model = load_llama(checkpoint, mesh, dtype=getattr(torch, dtype))
+        model.allocate_cache(**cache)
+        return model
+
+    def make_state(num_speculative_tokens: int = 0) -> SamplingState:
+        return SamplingState(
+            mesh,
+            vocab_size=checkpoint.config.vocab_size,
+            max_num_reqs=args.max_num_reqs,
+            num_speculative_tokens=num_speculative_tokens,
+            exchange=args.exchange,
+            debug=args.debug or None,
+        )
+
+    model, meter = load(checkpoint), Meter(device_type)
+    drafter: Drafter | None = None
+    sampler: Sampler | RejectionSampler
+    if args.speculate is None:
+        sampler = Sampler(make_state(), compile=args.compile)
+    else:
+        state = make_state(args.num_speculative_tokens)
+        sampler = RejectionSampler(state, method=args.method, compile=args.compile)
+        drafter = NgramDrafter()
+        if draft_checkpoint is not None:
+            drafter = ModelDrafter(load(draft_checkpoint), state, greedy=greedy)
+    settings = {
+        "mesh": mesh,
+        "max_new_tokens": args.max_new_tokens,
+        "eos_token_ids": checkpoint.tokenizer.eos_token_ids,
+    }
     load_seconds = perf_counter() - started
 
     separator = "\n" if args.chat else ""
@@ -69,13 +107,16 @@ def main() -> None:
             model,
             requests,
             sampler,
-            mesh=mesh,
-            max_new_tokens=args.max_new_tokens,
-            eos_token_ids=checkpoint.tokenizer.eos_token_ids,
+            drafter=drafter,
             compare=args.compare,
             meter=meter,
             display=display,
+            **settings,
         )
+    if drafter is not None and args.compare and greedy:
+        plain = make_requests(args, checkpoint)
+        decode(model, plain, Sampler(make_state()), meter=Meter(device_type), **settings)
+        compare_texts(requests, plain)
     figures = {
         "model": checkpoint.name,
         "ranks": mesh.size(),
@@ -85,6 +126,14 @@ def main() -> None:
         "first_token_seconds": min(request.first_token_seconds for request in requests),
         **meter.figures(),
     }
+    if drafter is not None:
+        figures["wire_bytes"] += drafter.wire_bytes
+        figures["speculation"] = {
+            "drafter": args.speculate if draft_checkpoint is None else draft_checkpoint.name,
+            "num_speculative_tokens": args.num_speculative_tokens,
+            "method": args.method,
+            **meter.speculation(),
+        }
     if dist.get_rank() == 0:
         print_summary(figures, stderr=args.json)
         if args.json:
@@ -97,16 +146,22 @@ def main() -> None:
 def decode(
     model: Llama,
     requests: Sequence[Request],
-    sampler: Sampler,
+    sampler: Sampler | RejectionSampler,
     *,
     mesh: DeviceMesh,
     max_new_tokens: int,
     eos_token_ids: frozenset[int],
-    compare: bool,
     meter: Meter,
-    display: Display,
+    drafter: Drafter | None = None,
+    compare: bool = False,
+    display: Display | None = None,
 ) -> None:
-    """Continuous batching: a step runs every request in a slot, new ones with all their prompt."""
+    """Continuous batching: a step runs every request in a slot, new ones with all their prompt.
+
+    With a drafter, the rows of a request that has begun are its last token and its drafts. What the
+    model caches of drafts that are refused, the next step overwrites.
+    """
+    display = display or Display()
     state = sampler.state
     sharder = BatchSharder(state)
     waiting, free = deque(requests), list(range(state.max_num_reqs))
@@ -121,43 +176,57 @@ def decode(
 
         meter.start()
         slots = sorted(running)
+        step_requests = [running[slot] for slot in slots]
+        drafts: list[list[int]] = [[] for _ in slots]
+        if drafter is not None:
+            # A step emits one token more than it accepts: none may lie beyond max_new_tokens.
+            limits = [
+                min(state.num_speculative_tokens, max_new_tokens - 1 - len(request.token_ids))
+                if request.token_ids
+                else 0
+                for request in step_requests
+            ]
+            drafts = drafter.propose(slots, step_requests, limits)
+            meter.lap("draft")
         batch = Batch.pack(
             slots,
-            [running[slot].new_token_ids for slot in slots],
-            [running[slot].num_cached_tokens for slot in slots],
+            [r.new_token_ids + own for r, own in zip(step_requests, drafts, strict=True)],
+            [r.num_cached_tokens for r in step_requests],
             device=state.device,
         )
-        plan = sharder.plan(slots, query_start_loc=batch.query_start_loc)
+        num_logits = [1 + len(own) for own in drafts]
+        plan = sharder.plan(slots, num_logits, query_start_loc=batch.query_start_loc)
         meter.lap("plan")
         hidden = model(batch)
         if compare:
             meter.lap("model")
-            positions = [running[slot].num_tokens for slot in slots]
-            compare_exchanges(model, hidden, batch, slots, positions, sharder, sampler, mesh)
+            positions = [r.num_tokens for r in step_requests]
+            compare_exchanges(model, hidden, batch, plan, positions, drafts, sampler, mesh)
             meter.lap("compare")
         logits = model.lm_head(plan.select(hidden))
         meter.lap("model")
-        rows = sampler.exchange(logits, plan)
-        meter.lap("exchange")
-        drawn = sampler.draw(rows, plan)
-        meter.lap("draw")
-        output = sampler.gather(drawn, plan)
-        meter.lap("gather")
-        token_ids = output.token_ids[:, 0].tolist()
-        meter.stop(plan, sharder, logits.dtype)
+        if isinstance(sampler, RejectionSampler):
+            output = sampler(logits, plan, drafts)
+            meter.lap("verify")
+        else:
+            rows = sampler.exchange(logits, plan)
+            meter.lap("exchange")
+            drawn = sampler.draw(rows, plan)
+            meter.lap("draw")
+            output = sampler.gather(drawn, plan)
+            meter.lap("gather")
+        token_ids = output.token_ids.tolist()
+        meter.stop(plan, sharder, sampler, logits.dtype, one_hot=drafter is None or drafter.one_hot)
 
-        for slot, token_id in zip(slots, token_ids, strict=True):
-            request = running[slot]
-            if token_id < 0:
+        for slot, request, own, ids in zip(slots, step_requests, drafts, token_ids, strict=True):
+            new = [token_id for token_id in ids if token_id >= 0]
+            if not new:
                 raise RuntimeError(f"prompt {request.index}: the model's logits are not numbers")
             if not request.token_ids:
                 request.first_token_seconds = perf_counter() - started
-            request.token_ids.append(token_id)
-            display.write(request.index, request.stream.push(token_id))
-            if token_id in eos_token_ids:
-                request.finish_reason = "stop"
-            elif len(request.token_ids) == max_new_tokens:
-                request.finish_reason = "length"
+            kept = request.take(new, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
+            meter.count(len(kept), drafted=len(own), accepted=len(new) - 1)
+            display.write(request.index, "".join(map(request.stream.push, kept)))
             if request.finish_reason:
                 display.write(request.index, request.stream.finish(request.token_ids))
                 display.end(request.index)
@@ -170,22 +239,52 @@ def compare_exchanges(
     model: Llama,
     hidden: Tensor,
     batch: Batch,
-    slots: list[int],
+    plan: ShardPlan,
     positions: list[int],
-    sharder: BatchSharder,
-    sampler: Sampler,
+    drafts: list[list[int]],
+    sampler: Sampler | RejectionSampler,
     mesh: DeviceMesh,
 ) -> None:
     """Sample the same logits under every exchange; end the program if a token differs."""
-    last_rows = [end - 1 for end in batch.query_start_loc[1:]]
+    sharder = BatchSharder(plan.state)
+    ends = zip(batch.query_start_loc[1:], plan.num_logits, strict=True)
+    last_rows = [row for end, count in ends for row in range(end - count, end)]
     logits = model.lm_head(hidden[last_rows])
     token_ids = {}
     for exchange in EXCHANGES:
-        plan = sharder.plan(slots, exchange=exchange, positions=positions)
-        rows = vocab_sharded(plan.select(logits.to_local()), mesh, vocab_size=logits.shape[1])
-        token_ids[exchange] = sampler(rows, plan).token_ids[:, 0].tolist()
+        own = sharder.plan(plan.slots, plan.num_logits, exchange=exchange, positions=positions)
+        rows = vocab_sharded(own.select(logits.to_local()), mesh, vocab_size=logits.shape[1])
+        if isinstance(sampler, RejectionSampler):
+            output = sampler(rows, own, drafts)
+        else:
+            output = sampler(rows, own)
+        token_ids[exchange] = output.token_ids.tolist()
     if any(ids != token_ids["replicate"] for ids in token_ids.values()):
         sys.exit(f"decode.py: the exchanges differ at positions {positions}: {token_ids}")
+
+
+def compare_texts(requests: Sequence[Request], plain: Sequence[Request]) -> None:
+    """End the program if speculation changed a text that it must not change."""
+    for request, other in zip(requests, plain, strict=True):
+        if request.token_ids != other.token_ids:
+            sys.exit(
+                f"decode.py: prompt {request.index} differs without speculation: "
+                f"{request.token_ids} and {other.token_ids}"
+            )
+
+
+def check_draft_model(draft: Checkpoint, target: Checkpoint, longest: int) -> None:
+    """Raise ValueError unless `draft` can draft for `target` in texts of `longest` tokens."""
+    if draft.config.vocab_size != target.config.vocab_size:
+        raise ValueError(
+            f"the draft model must have the model's vocabulary of {target.config.vocab_size} ids, "
+            f"got {draft.config.vocab_size}"
+        )
+    if draft.config.max_positions < longest:
+        raise ValueError(
+            f"the draft model must have a context of {longest} tokens, those of the longest text, "
+            f"got {draft.config.max_positions}"
+        )
 
 
 def choose_device() -> str:

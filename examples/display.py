@@ -97,6 +97,7 @@ def print_summary(figures: Mapping[str, Any], *, stderr: bool) -> None:
     step = figures["step_ms"]
     rows = {
         "generated": "{tokens} tokens in {seconds:.2f} s, {steps} steps",
+        **(_speculation_rows(figures["speculation"]) if "speculation" in figures else {}),
         "tokens/s": "{tokens_per_second:.1f}",
         "first token": "after {first_token_seconds:.2f} s, and {load_seconds:.1f} s of loading",
         "step": "{step_ms[total]:.1f} ms (median)",
@@ -110,3 +111,16 @@ def print_summary(figures: Mapping[str, Any], *, stderr: bool) -> None:
     for name, value in rows.items():
         table.add_row(name, value.format_map(figures))
     Console(stderr=stderr).print(table)
+
+
+def _speculation_rows(speculation: Mapping[str, Any]) -> dict[str, str]:
+    """What drafts brought, as rows of the table."""
+    rows = {
+        "  of a prompt": "{tokens_per_target_step:.2f} tokens a step",
+        "drafted": "{drafted_tokens} tokens by {drafter}, at most {num_speculative_tokens} a step",
+        "accepted": "{accepted_tokens} tokens by {method} verification",
+    }
+    shares = " ".join(f"{share:.0%}" for share in speculation["acceptance_per_position"])
+    return {name: text.format_map(speculation) for name, text in rows.items()} | {
+        "  by position": (shares or "none").replace("%", " %"),
+    }

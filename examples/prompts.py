@@ -1,6 +1,7 @@
 """Prompts on their way to texts."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,11 @@ class Request:
         return self.token_ids[-1:] or self.prompt_token_ids
 
     @property
+    def all_token_ids(self) -> list[int]:
+        """The prompt and what followed."""
+        return self.prompt_token_ids + self.token_ids
+
+    @property
     def num_tokens(self) -> int:
         """Tokens so far, which is the position of the next one."""
         return len(self.prompt_token_ids) + len(self.token_ids)
@@ -48,6 +54,20 @@ class Request:
     def num_cached_tokens(self) -> int:
         """Tokens that the model has seen."""
         return self.num_tokens - len(self.new_token_ids)
+
+    def take(
+        self, token_ids: Sequence[int], *, max_new_tokens: int, eos_token_ids: frozenset[int]
+    ) -> Sequence[int]:
+        """Append new tokens, up to one that ends the text; return those appended."""
+        for i, token_id in enumerate(token_ids):
+            self.token_ids.append(token_id)
+            if token_id in eos_token_ids:
+                self.finish_reason = "stop"
+            elif len(self.token_ids) == max_new_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                return token_ids[: i + 1]
+        return token_ids
 
     def report(self) -> dict[str, Any]:
         """What --json prints."""
