@@ -64,8 +64,8 @@ def test_examples(example):
     [
         ({"k": -1}, ("k ", "-1", ">= 0")),
         ({"k": 1.5}, ("k ", "1.5", "integer")),
-        ({"min_n": 0}, ("min_n", "0", "[1, max_n]")),
-        ({"max_n": 2, "min_n": 3}, ("min_n", "3", "2")),
+        ({"min_n": 0}, ("min_n", "0", "[1, 3]")),
+        ({"max_n": 2, "min_n": 3}, ("min_n", "3", "[1, 2]")),
         ({"token_ids": [[1]]}, ("token_ids", "[[1]]", "flat")),
         ({"token_ids": [0.5]}, ("token_ids", "[0.5]", "flat")),
     ],
