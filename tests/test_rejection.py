@@ -140,9 +140,12 @@ class Paths:
         return max(1, min(31, (200 if filtered else 3000) // requests))
 
     def repeated(self, times: int) -> Requests:
-        arrays = (self.target_QJV, self.draft_QKV, self.token_QK)
-        tiled = [a if a is None else np.tile(a, (times,) + (1,) * (a.ndim - 1)) for a in arrays]
-        return Requests(*tiled, self.params)
+        return Requests(
+            np.tile(self.target_QJV, (times, 1, 1)),
+            None if self.draft_QKV is None else np.tile(self.draft_QKV, (times, 1, 1)),
+            np.tile(self.token_QK, (times, 1)),
+            self.params,
+        )
 
     def accepted(self, method: str) -> np.ndarray:
         """[Q, K + 1] the chance of 0 to K accepted drafts."""
@@ -198,7 +201,7 @@ class Model:
             row,
             self.params,
             vocab_size=self.size,
-            largest=np.finfo(np.float32).max,
+            largest=float(np.finfo(np.float32).max),
             weights=library_weights,
         ).probabilities
 
@@ -269,8 +272,9 @@ def emitted_laws(
 def context_free(p: Sequence[float], q: Sequence[float], K: int) -> Model:
     contexts = [c for i in range(K + 1) for c in itertools.product(range(len(p)), repeat=i)]
     with np.errstate(divide="ignore"):
-        rows = [np.log(np.array(row, np.float64)).astype(np.float32) for row in (p, q)]
-    return Model(*(dict.fromkeys(contexts, row) for row in rows), K, SamplingParams(seed=0))
+        log_p, log_q = (np.log(np.array(row, np.float64)).astype(np.float32) for row in (p, q))
+    rows = dict.fromkeys(contexts, log_p), dict.fromkeys(contexts, log_q)
+    return Model(rows[0], rows[1], K, SamplingParams(seed=0))
 
 
 def random_model(seed: int, V: int, K: int, params: SamplingParams) -> Model:
@@ -328,13 +332,15 @@ def test_golden(case, monkeypatch):
 
 def test_golden_in_context():
     """Catches rows of another place: p and q depend on the token before."""
+    p: dict[tuple[int, ...], Any]
+    q: dict[tuple[int, ...], Any]
     p = {(): [0.3, 0.3, 0.4], (0,): [0.5, 0.1, 0.4], (1,): [0.5, 0.2, 0.3], (2,): [0.1, 0.7, 0.2]}
     q = {(): [0.5, 0.4, 0.1], (0,): [0.3, 0.6, 0.1], (1,): [0.4, 0.1, 0.5], (2,): [0.2, 0.2, 0.6]}
     # The row after both drafts: anything, but not the same after all.
     p |= {(x, y): np.roll([0.6, 0.3, 0.1], x + y) for x in range(3) for y in range(3)}
     q |= {context: [0.2, 0.3, 0.5] for context in itertools.product(range(3), repeat=2)}
-    logs = [{c: np.log(r).astype(np.float32) for c, r in rows.items()} for rows in (p, q)]
-    model = Model(*logs, 2, SamplingParams(seed=0))
+    log_p, log_q = ({c: np.log(r).astype(np.float32) for c, r in rows.items()} for rows in (p, q))
+    model = Model(log_p, log_q, 2, SamplingParams(seed=0))
     for method, mean in zip(METHODS, (1.14, 1.26), strict=True):
         [([law], got)] = emitted_laws([model], method)
         wanted = oracle.target_law(model.p_of, 2, 3)
