@@ -26,8 +26,6 @@ class SamplerOutput:
     """[B] int64: NaN logits in the request's rows."""
     failed: Tensor
     """[B] bool: no token was left to choose (all NaN or -inf): its token id is -1."""
-    logprobs: Tensor | None = None
-    """Log-probabilities, when asked for."""
 
     @staticmethod
     def of_verified(result_BW: Tensor) -> "SamplerOutput":

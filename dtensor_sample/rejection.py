@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from dtensor_sample import ops
+from dtensor_sample import check, ops
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.ops import ONE
 from dtensor_sample.output import SamplerOutput
@@ -212,8 +212,8 @@ class RejectionSampler:
     def __init__(
         self, state: SamplingState, *, method: str = "block", compile: bool = False
     ) -> None:
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {METHODS}, got {method!r}")
+        check.instance("state", state, SamplingState)
+        check.one_of("method", method, METHODS)
         if state.num_speculative_tokens == 0:
             raise ValueError("state must have num_speculative_tokens >= 1 to verify drafts, got 0")
         self.state, self.method, self.compiled = state, method, compile
@@ -291,7 +291,7 @@ class RejectionSampler:
             if not isinstance(hot, bool):
                 raise ValueError(f"one_hot[{i}] must be a bool, got {hot!r}")
             # One row has no drafts, and greedy requests ask for no q.
-            q_matters = plan.num_logits[i] > 1 and not self.state.params_of(slot).greedy
+            q_matters = plan.num_logits[i] > 1 and not self.state.request(slot).params.greedy
             if q_matters and not (hot or drawn):
                 raise ValueError(
                     f"one_hot[{i}] must be True, got False: no draft logits are kept of slot {slot}"

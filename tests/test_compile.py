@@ -10,8 +10,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from dtensor_sample import BatchSharder, Sampler, SamplingParams, SamplingState
-from tests.batches import Batch, random_batch, shard_vocab, tokens
+from tests.batches import Batch, Layout, random_batch, shard_vocab, tokens
 from tests.pool import worlds
+from tests.speculation import Speculation, expected, random_speculation, speculative_step
 
 SIZE = 64
 
@@ -83,6 +84,56 @@ def test_compiled_tokens(ranks):
     ranks.run(forget_compilations)
     assert check(ranks, "batch", [SIZE, 33], "inductor") == 1
     assert check(ranks, "vocab", [SIZE, 33], "inductor", SamplingParams(min_p=0.01, seed=3)) == 1
+
+
+def verified_steps(
+    mesh, steps: list[Speculation], layout: Layout, method: str, backend: str
+) -> tuple[list[dict[str, list]], int]:
+    """Results of compiled verification, and how many graphs were compiled."""
+    before = counters["stats"]["unique_graphs"]
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        results = [speculative_step(mesh, step, layout, method) for step in steps]
+    return results, counters["stats"]["unique_graphs"] - before
+
+
+def check_verified(
+    ranks, sizes: list[int], exchange: str, method: str, backend: str, dtype: torch.dtype
+) -> int:
+    """Compare compiled verification with the oracle; return the number of compilations."""
+    steps = [
+        random_speculation(100 + size, size, 37, 3, dtype=dtype, draft_dtype=dtype)
+        for size in sizes
+    ]
+    layout = Layout(exchange=exchange, compile=True)
+    wanted = [expected(step, method) for step in steps]
+    results = ranks.run(verified_steps, steps, layout, method, backend, timeout=250)
+    assert [got for got, _ in results] == [wanted] * ranks.size
+    compiled = [count for _, count in results]
+    assert compiled == [compiled[0]] * ranks.size
+    return compiled[0]
+
+
+@worlds("cpu:2", "cuda:2")
+@pytest.mark.timeout(300)
+def test_compiled_verification(ranks):
+    """Catches graph breaks in verification, and a compilation for each size."""
+    ranks.run(forget_compilations)
+    assert check_verified(ranks, [20, 9, 0, 6], "batch", "block", "eager", torch.float32) == 1
+    assert check_verified(ranks, [9], "vocab", "standard", "eager", torch.bfloat16) == 1
+
+
+@pytest.mark.slow
+@worlds("cpu:2", "cuda:2")
+@pytest.mark.timeout(600)
+def test_compiled_verification_of_every_kind(ranks):
+    """The same for each exchange and method, and in generated code."""
+    ranks.run(forget_compilations)
+    for exchange in ("batch", "vocab", "replicate"):
+        for method in ("standard", "block"):
+            sizes = [20, 9, 1, 0, 2, 17]
+            assert check_verified(ranks, sizes, exchange, method, "eager", torch.float32) <= 4
+    for exchange in ("batch", "vocab"):
+        assert check_verified(ranks, [9], exchange, "block", "inductor", torch.bfloat16) == 1
 
 
 @pytest.mark.slow

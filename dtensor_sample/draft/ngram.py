@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dtensor_sample.params import integer
+from dtensor_sample import check
 
 
 def ngram_drafts(token_ids: Sequence[int], k: int, *, max_n: int = 3, min_n: int = 1) -> list[int]:
@@ -34,11 +34,8 @@ def ngram_drafts(token_ids: Sequence[int], k: int, *, max_n: int = 3, min_n: int
         >>> ngram_drafts([7, 1, 2, 3, 9, 1, 2], 3)
         [3, 9, 1]
     """
-    k, max_n, min_n = integer("k", k), integer("max_n", max_n), integer("min_n", min_n)
-    if k < 0:
-        raise ValueError(f"k must be >= 0, got {k}")
-    if not 1 <= min_n <= max_n:
-        raise ValueError(f"min_n must be in [1, max_n], got {min_n} with max_n {max_n}")
+    k, max_n = check.integer("k", k, low=0), check.integer("max_n", max_n, low=1)
+    min_n = check.integer("min_n", min_n, 1, max_n)
     tokens = np.asarray(token_ids)
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and tokens.size):
         raise ValueError(f"token_ids must be a flat list of ids, got {token_ids!r}")

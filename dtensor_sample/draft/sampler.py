@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from dtensor_sample import ops
-from dtensor_sample.params import integer
+from dtensor_sample import check, ops
 from dtensor_sample.plan import ShardPlan
 from dtensor_sample.random import DRAFT
 from dtensor_sample.sampler import draw
@@ -24,6 +23,7 @@ class DraftSampler:
     """
 
     def __init__(self, state: SamplingState, *, greedy: bool = False) -> None:
+        check.instance("state", state, SamplingState)
         if state.num_speculative_tokens == 0:
             raise ValueError("state must have num_speculative_tokens >= 1 to draft, got 0")
         self.state, self.greedy = state, greedy
@@ -47,8 +47,8 @@ class DraftSampler:
         """
         state, kept, error = self.state, [], None
         try:
-            step = self._check_step(step)
-            kept = [not (self.greedy or state.params_of(slot).greedy) for slot in plan.slots]
+            step = check.integer("step", step, 0, state.num_speculative_tokens - 1)
+            kept = [not (self.greedy or state.request(slot).params.greedy) for slot in plan.slots]
             state.drafts.check_step(plan, step, kept, draft_logits)
         except ValueError as refused:
             error = refused
@@ -64,9 +64,3 @@ class DraftSampler:
         uniform_R = ops.uniform(params.seed, position_R, step_R, DRAFT)
         drawn_RW = draw(rows, params, uniform_R, plan.filters, plan.exchange, state.vocab_size)
         return plan.settle(drawn_RW)[:, 0]
-
-    def _check_step(self, step: object) -> int:
-        number, K = integer("step", step), self.state.num_speculative_tokens
-        if not 0 <= number < K:
-            raise ValueError(f"step must be in [0, {K}), got {number}")
-        return number
