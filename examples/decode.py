@@ -66,11 +66,10 @@ def main() -> None:
 
     mesh = join_ranks(device_type, COMPILE_TIMEOUT if args.compile else TIMEOUT)
     dtype = args.dtype or ("bfloat16" if device_type == "cuda" else "float32")
-    cache = {"max_num_reqs": args.max_num_reqs, "max_length": longest}
 
     def load(checkpoint: Checkpoint) -> Llama:
         model = load_llama(checkpoint, mesh, dtype=getattr(torch, dtype))
-        model.allocate_cache(**cache)
+        model.allocate_cache(max_num_reqs=args.max_num_reqs, max_length=longest)
         return model
 
     def make_state(num_speculative_tokens: int = 0) -> SamplingState:

@@ -116,7 +116,7 @@ def print_summary(figures: Mapping[str, Any], *, stderr: bool) -> None:
 def _speculation_rows(speculation: Mapping[str, Any]) -> dict[str, str]:
     """What drafts brought, as rows of the table."""
     rows = {
-        "  of a prompt": "{tokens_per_target_step:.2f} tokens a step",
+        "tokens/step": "{tokens_per_target_step:.2f} of a prompt",
         "drafted": "{drafted_tokens} tokens by {drafter}, at most {num_speculative_tokens} a step",
         "accepted": "{accepted_tokens} tokens by {method} verification",
     }
