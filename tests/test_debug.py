@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +27,18 @@ V, ROWS = 10, 300
 class Engine:
     """A state in debug mode with three requests, and what its steps need."""
 
-    def __init__(self, mesh, **kwargs) -> None:
+    def __init__(self, mesh, **kwargs: Any) -> None:
         self.mesh, self.rank = mesh, mesh.get_local_rank()
         self.odd = int(self.rank == 1)
         self.full = torch.eye(3, V, device=mesh.device_type)
         self.logits = shard_vocab(self.full, mesh)
         self.many = replicated(torch.zeros(ROWS, V, device=mesh.device_type), mesh)
-        options = {"vocab_size": V, "max_num_reqs": 8, "num_speculative_tokens": 1, "seed": 0}
+        options: dict[str, Any] = {
+            "vocab_size": V,
+            "max_num_reqs": 8,
+            "num_speculative_tokens": 1,
+            "seed": 0,
+        }
         self.state = SamplingState(mesh, debug=True, **options | kwargs)
         for slot in range(3):
             self.state.add(slot, SamplingParams(seed=slot))
@@ -59,7 +65,7 @@ class Engine:
         RejectionSampler(self.state)(logits, plan, torch.tensor([[draft]]))
 
 
-DIFFERING: dict[str, tuple[Callable[[Engine], object], str]] = {
+DIFFERING: dict[str, tuple[Callable[[Any], object], str]] = {
     "slots": (lambda e: e.sharder.plan([e.odd]), "slots"),
     "slots refused on one rank": (lambda e: e.sharder.plan([7 * e.odd]), ""),
     "exchange": (lambda e: e.sharder.plan([0], exchange=("batch", "vocab")[e.odd]), "exchange"),
@@ -78,7 +84,7 @@ DIFFERING: dict[str, tuple[Callable[[Engine], object], str]] = {
     "drafts": (lambda e: e.verify(e.odd), "draft"),
 }
 
-EQUAL: dict[str, Callable[[Engine], object]] = {
+EQUAL: dict[str, Callable[[Any], object]] = {
     "list and tuple": lambda e: e.sharder.plan([[0, 1], (0, 1)][e.odd]),
     "int and numpy": lambda e: e.sharder.plan([0, [1, np.int64(1)][e.odd]]),
     "one position for all": lambda e: sample(e.logits, SamplingParams(), position=3),
