@@ -32,7 +32,11 @@ class Sampler:
         self._draw = torch.compile(draw, fullgraph=True, dynamic=True) if compile else draw
 
     def __call__(self, logits: Tensor, plan: ShardPlan) -> SamplerOutput:
-        """Tokens of `plan.select`ed rows' logits; every rank of the axis must call this."""
+        """Tokens of `plan.select`ed rows: logits is a DTensor [num_rows, V], float32 or 16 bits.
+
+        Every rank of the axis must call this. ValueError, before any collective, for logits that
+        are not the plan's, a stale plan, or one with more rows than requests.
+        """
         return self.gather(self.draw(self.exchange(logits, plan), plan), plan)
 
     def exchange(self, logits: Tensor, plan: ShardPlan) -> Logits:

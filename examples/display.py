@@ -106,6 +106,8 @@ def print_summary(figures: Mapping[str, Any], *, stderr: bool) -> None:
         "logits received": "{logits_bytes:,} bytes a rank at most",
         "  if replicated": "{replicated_logits_bytes:,} bytes",
     }
+    if figures["compared"]:
+        rows["compared"] = "the same tokens under every exchange, at every step"
     title = "{model} on {ranks} x {device}, {dtype}, exchange {exchange}"
     table = Table(title=title.format_map(figures), title_justify="left", show_header=False)
     for name, value in rows.items():
