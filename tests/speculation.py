@@ -86,6 +86,10 @@ def random_speculation(
         likely = target[:k, :vocab_size].float().nan_to_num(-torch.inf).argmax(1).tolist()
         any_id = rng.integers(vocab_size, size=k).tolist()
         chosen = {} if drawn else {j: (likely, any_id)[rng.random() < 0.2][j] for j in range(k)}
+        if k and drawn and rng.random() < 0.2:  # nothing to draw from, and yet an id
+            empty = int(rng.integers(k))
+            draft[empty] = float(rng.choice([-np.inf, np.nan]))
+            chosen[empty] = likely[empty]
         if k and rng.random() < 0.25:
             bad = (-1, -1, vocab_size, vocab_size + padding, 2**40, -(2**62))
             chosen[int(rng.integers(k))] = int(rng.choice(bad))

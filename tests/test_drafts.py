@@ -1,5 +1,6 @@
 """Steps with drafts give the oracle's tokens, wherever rows, drafts and caches lie."""
 
+import itertools
 from functools import lru_cache
 
 import numpy as np
@@ -198,3 +199,45 @@ def test_filters_hold_for_every_row(ranks, method):
         for emitted in ranks.run(shaped_steps, method, exchange):
             assert {token for row in emitted for token in row} == {-1, 0, 1}
             assert max(sum(token >= 0 for token in row) for row in emitted) == 4
+
+
+# --- modes of torch
+
+
+def steps_in_modes(mesh, exchange: str) -> list[list[list[int]]]:
+    """Drafts and verification under each mode, of one state: the cache outlives them all."""
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(18, 7, generator=generator).to(mesh.device_type)
+    results = []
+    modes = (torch.no_grad, torch.inference_mode, torch.enable_grad)
+    for order in itertools.permutations(modes):
+        state = SamplingState(
+            mesh, vocab_size=7, max_num_reqs=6, num_speculative_tokens=2, exchange=exchange, seed=0
+        )
+        for slot in range(6):
+            state.add(slot, SamplingParams(temperature=2.0))
+        sharder, drafter, verifier = (
+            BatchSharder(state),
+            DraftSampler(state),
+            RejectionSampler(state),
+        )
+        emitted = []
+        for mode in order:
+            with mode():
+                weight = torch.ones(7, device=mesh.device_type, requires_grad=True)
+                plan, drafts = sharder.plan(range(6)), []
+                for step in range(2):
+                    selected = plan.select(rows[step : step + 6] * weight)
+                    drafts.append(drafter(shard_vocab(selected, mesh), plan, step=step))
+                plan = sharder.plan(range(6), [3] * 6)
+                logits = shard_vocab(plan.select(rows * weight), mesh)
+                emitted += verifier(logits, plan, torch.stack(drafts, 1)).token_ids.tolist()
+        results.append(emitted)
+    return results
+
+
+def test_modes_of_torch(ranks):
+    """Catches a cache that only the mode it was made in can write, and gradients in the way."""
+    for exchange in EXCHANGES[:3]:
+        for results in ranks.run(steps_in_modes, exchange):
+            assert results == [results[0]] * 6

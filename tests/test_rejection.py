@@ -63,7 +63,6 @@ class Requests:
             count_Q=torch.full((Q,), J),
             token_QK=torch.from_numpy(token_QK),
             drawn_QK=torch.full(shape, drafts is not None),
-            lost_QK=torch.full(shape, False),
             logits=drafts,
         )
 
