@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dtensor_sample import check, ops
+from dtensor_sample.compiling import compiled
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams
@@ -29,13 +30,12 @@ class Sampler:
     def __init__(self, state: SamplingState, *, compile: bool = False) -> None:
         self.state = check.instance("state", state, SamplingState)
         self.compiled = check.instance("compile", compile, bool)
-        self._draw = torch.compile(draw, fullgraph=True, dynamic=True) if compile else draw
+        self._draw = compiled(draw) if compile else draw
 
     def __call__(self, logits: Tensor, plan: ShardPlan) -> SamplerOutput:
-        """Tokens of `plan.select`ed rows: logits is a DTensor [num_rows, V], float32 or 16 bits.
+        """Tokens of `plan.select`ed rows, a DTensor [num_rows, V]; every rank must call this.
 
-        Every rank of the axis must call this. ValueError, before any collective, for logits that
-        are not the plan's, a stale plan, or one with more rows than requests.
+        Raises ValueError, before any collective, for a stale plan or logits that are not its own.
         """
         return self.gather(self.draw(self.exchange(logits, plan), plan), plan)
 
