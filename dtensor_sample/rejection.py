@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from dtensor_sample import check, ops
-from dtensor_sample.compiling import compiled
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.ops import ONE
 from dtensor_sample.output import SamplerOutput
@@ -216,7 +215,7 @@ class RejectionSampler:
         if state.num_speculative_tokens == 0:
             raise ValueError("state must have num_speculative_tokens >= 1 to verify drafts, got 0")
         self.state, self.method, self.compiled = state, method, compile
-        self._verify = compiled(verify) if compile else verify
+        self._verify = torch.compile(verify, fullgraph=True, dynamic=True) if compile else verify
 
     def __call__(
         self,

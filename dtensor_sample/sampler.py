@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from dtensor_sample import check, ops
-from dtensor_sample.compiling import compiled
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams
@@ -30,7 +29,7 @@ class Sampler:
     def __init__(self, state: SamplingState, *, compile: bool = False) -> None:
         self.state = check.instance("state", state, SamplingState)
         self.compiled = check.instance("compile", compile, bool)
-        self._draw = compiled(draw) if compile else draw
+        self._draw = torch.compile(draw, fullgraph=True, dynamic=True) if compile else draw
 
     def __call__(self, logits: Tensor, plan: ShardPlan) -> SamplerOutput:
         """Tokens of `plan.select`ed rows, a DTensor [num_rows, V]; every rank must call this.
