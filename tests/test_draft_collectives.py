@@ -89,7 +89,7 @@ def test_traces_of_random_steps(ranks):
     for a verified step alike; `vocab` sends no logits.
     """
     for exchange in EXCHANGES:
-        first, *others = ranks.run(random_steps, exchange, 20)
+        first, *others = ranks.run(random_steps, exchange, 10)
         assert all(other == first for other in others)
         for what, rows, promised, wire_bytes, calls in first:
             kinds = tuple(KINDS[name] for name, *_ in calls)

@@ -1,6 +1,5 @@
 """Steps with drafts give the oracle's tokens, wherever rows, drafts and caches lie."""
 
-import itertools
 from functools import lru_cache
 
 import numpy as np
@@ -89,7 +88,7 @@ def test_steps_are_worth_testing():
 def test_random_steps(ranks, method, exchange):
     """Catches a wrong row, coin, residual or count in some exchange, dtype, size or mixture."""
     rng = np.random.default_rng(0)
-    part = slice((EXCHANGES.index(exchange) + METHODS.index(method)) % 2, None, 2)
+    part = slice((EXCHANGES.index(exchange) + METHODS.index(method)) % 3, None, 3)
     layouts = [
         Layout(
             exchange=exchange,
@@ -210,7 +209,7 @@ def steps_in_modes(mesh, exchange: str) -> list[list[list[int]]]:
     rows = torch.randn(18, 7, generator=generator).to(mesh.device_type)
     results = []
     modes = (torch.no_grad, torch.inference_mode, torch.enable_grad)
-    for order in itertools.permutations(modes):
+    for order in (modes, modes[::-1], (*modes[1:], modes[0])):
         state = SamplingState(
             mesh, vocab_size=7, max_num_reqs=6, num_speculative_tokens=2, exchange=exchange, seed=0
         )
@@ -240,4 +239,4 @@ def test_modes_of_torch(ranks):
     """Catches a cache that only the mode it was made in can write, and gradients in the way."""
     for exchange in EXCHANGES[:3]:
         for results in ranks.run(steps_in_modes, exchange):
-            assert results == [results[0]] * 6
+            assert results == [results[0]] * 3
