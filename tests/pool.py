@@ -51,6 +51,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLDS = ("cpu:1", "cpu:2", "cpu:4", "cuda:1", "cuda:2")
+# One rank, and several: for what has no more cases than these two.
+FEW_WORLDS = ("cpu:1", "cpu:4", "cuda:1", "cuda:2")
 JOB_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 100.0
 GROUP_TIMEOUT = timedelta(seconds=30)

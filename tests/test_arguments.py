@@ -19,6 +19,7 @@ from dtensor_sample import (
     vocab_sharded,
 )
 from tests.batches import shard_vocab
+from tests.pool import FEW_WORLDS, worlds
 from tests.test_collectives import CollectiveTrace
 
 
@@ -294,6 +295,7 @@ def refusals(mesh) -> dict[str, tuple[str, list, str]]:
     return results
 
 
+@worlds(*FEW_WORLDS)
 def test_refusals(ranks):
     """Catches silent acceptance, another exception, a vague message, a rank that goes on alone."""
     wrong = []

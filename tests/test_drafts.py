@@ -15,7 +15,7 @@ from dtensor_sample import (
     replicated,
 )
 from tests.batches import EXCHANGES, OWNERS, Layout, shard_vocab
-from tests.pool import worlds
+from tests.pool import FEW_WORLDS, worlds
 from tests.speculation import Speculation, expected, random_speculation, speculative_step
 
 METHODS = ("standard", "block")
@@ -164,7 +164,7 @@ def noisy_steps(mesh, exchange: str) -> list[list[list[int]]]:
     return results
 
 
-@worlds("cpu:2", "cpu:4", "cuda:2")
+@worlds("cpu:4", "cuda:2")
 def test_noise_between_ranks_does_not_show(ranks):
     """Catches ranks that each accept on inputs that are equal only nearly, and then part ways."""
     for exchange in EXCHANGES[:3]:
@@ -191,6 +191,7 @@ def shaped_steps(mesh, method: str, exchange: str) -> list[list[int]]:
     return RejectionSampler(state, method=method)(logits, plan, drafts).token_ids.tolist()
 
 
+@worlds(*FEW_WORLDS)
 @pytest.mark.parametrize("method", METHODS)
 def test_filters_hold_for_every_row(ranks, method):
     """Catches filters applied to the last row only: what they leave out is never emitted."""
@@ -235,6 +236,7 @@ def steps_in_modes(mesh, exchange: str) -> list[list[list[int]]]:
     return results
 
 
+@worlds(*FEW_WORLDS)
 def test_modes_of_torch(ranks):
     """Catches a cache that only the mode it was made in can write, and gradients in the way."""
     for exchange in EXCHANGES[:3]:

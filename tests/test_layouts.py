@@ -30,7 +30,7 @@ from tests.batches import (
     shard_vocab,
     tokens,
 )
-from tests.pool import worlds
+from tests.pool import FEW_WORLDS, worlds
 
 MANY = 29
 
@@ -166,6 +166,7 @@ def strided(mesh, batch: Batch) -> list[list[int]]:
     return results
 
 
+@worlds(*FEW_WORLDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strides(ranks, dtype):
     """Catches a kernel that takes rows for contiguous."""
@@ -183,6 +184,7 @@ def repeated(mesh, batch: Batch, times: int) -> list[list[int]]:
     return [tokens.tolist() for tokens in drawn]
 
 
+@worlds(*FEW_WORLDS)
 def test_repeated_calls(ranks):
     """Catches sums whose last bits depend on the order in which threads reach them."""
     batch = random_batch(17, 8, 1003, seeded=True)
