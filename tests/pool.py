@@ -71,6 +71,7 @@ PRELOAD = [
     "hypothesis",
     "numpy",
     "pytest",
+    "scipy.stats",
     "dtensor_sample",
 ]
 

@@ -121,7 +121,7 @@ def test_parameters_reach_their_request(ranks):
 
 def owned_counts(mesh, vectors: list[list[int]]) -> list[list[int]]:
     """Greedy tokens when rank r owns `vector[r]` requests; row i has its maximum at id i."""
-    ranks, rows = mesh.size(), 3 * mesh.size()
+    ranks, rows = mesh.size(), 2 * mesh.size()
     state = SamplingState(mesh, vocab_size=rows + 1, max_num_reqs=rows, seed=0)
     for slot in range(rows):
         state.add(slot, SamplingParams(temperature=0))
@@ -142,7 +142,7 @@ def owned_counts(mesh, vectors: list[list[int]]) -> list[list[int]]:
 
 def test_every_count_of_owned_rows(ranks):
     """Catches rows lost, doubled or swapped when owners hold unequal numbers of them, or none."""
-    vectors = [list(v) for v in np.ndindex(*(4,) * ranks.size)]
+    vectors = [list(v) for v in np.ndindex(*(3,) * ranks.size)]
     wanted = [list(range(sum(v))) for v in vectors]
     assert ranks.run(owned_counts, vectors) == [wanted] * ranks.size
 
