@@ -5,8 +5,10 @@ The model is compared with transformers, the tokenizer with byte-pair encoding b
 
 import io
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -14,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +151,7 @@ def default_reference(default: weights.Checkpoint) -> Any:
     return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors).eval()
 
 
-@worlds("cpu:1", "cpu:4")
+@worlds("cpu:4")
 def test_default_model_equals_transformers(
     ranks: Ranks, default: weights.Checkpoint, default_reference: Any
 ) -> None:
@@ -712,14 +715,36 @@ def test_too_many_ranks_are_refused(small_path: Path, monkeypatch: pytest.Monkey
     assert "4 ranks need a GPU each, found 2" in error
 
 
-def run(*command: object) -> tuple[str, str]:
-    """What a command prints on stdout and stderr; it must end well."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout, process.stderr
+def decode_here(
+    arguments: Sequence[str], stdout: Path, stderr: Path, group: dict[str, str]
+) -> None:
+    """Be `python decode.py`."""
+    for number, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    torch.set_num_threads(1)
+    os.environ.update(group)
+    sys.argv = [str(DECODE), *arguments]
+    runpy.run_path(str(DECODE), run_name="__main__")
+
+
+def start_decode(
+    *arguments: object, stdout: Path, stderr: Path, group: dict[str, str] | None = None
+) -> BaseProcess:
+    """Start decode.py in a process of its own, forked from one that has imported torch."""
+    args = (list(map(str, arguments)), stdout, stderr, group or {})
+    process = multiprocessing.get_context("forkserver").Process(target=decode_here, args=args)
+    process.start()
+    return process
+
+
+def run(*arguments: object, folder: Path) -> tuple[str, str]:
+    """What decode.py prints on stdout and stderr; it must end well."""
+    stdout, stderr = folder / "stdout", folder / "stderr"
+    process = start_decode(*arguments, stdout=stdout, stderr=stderr)
+    process.join()
+    assert process.exitcode == 0, stderr.read_text()
+    return stdout.read_text(), stderr.read_text()
 
 
 @worlds("cpu:1")
@@ -730,9 +755,15 @@ def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> Non
     arguments: list[object] = ["--model", small_path, "--prompt-file", tmp_path / "prompts"]
     arguments += ["--max-num-reqs", 2, "--max-new-tokens", NEW_TOKENS, "--json", "--compare"]
     arguments += ["--temperature", 1.5, "--top-k", 40, "--seed", 9]
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    stdout, stderr = run(*torchrun, DECODE, *arguments)
-    report = json.loads(stdout)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    process = subprocess.run(
+        [*torchrun, DECODE, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
     params = SamplingParams(temperature=1.5, top_k=40, seed=9).spawn(3)
     ids = [request["prompt_token_ids"] for request in report["requests"]]
     expected = ranks.run(decode_prompts, small_path, ids, params, max_num_reqs=2)[0]
@@ -745,15 +776,15 @@ def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> Non
     assert set(figures["step_ms"]) >= {"model", "exchange", "draw", "gather", "total"}
     assert figures["tokens_per_second"] > 0 < figures["wire_bytes"]
     assert 0 < figures["logits_bytes"] <= figures["replicated_logits_bytes"]
-    assert "[0] abc" in stderr
+    assert "[0] abc" in process.stderr
 
 
-def test_json_of_speculation(pair: tuple[Path, Path]) -> None:
+def test_json_of_speculation(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """All exchanges agree on what they accept, and on texts that are those without speculation."""
     target, draft = pair
     arguments: list[object] = ["--model", target, "--draft-model", draft, "--speculate", "draft"]
     arguments += ["--num-speculative-tokens", 3, "--compare", "--json", "Hello", "x"]
-    stdout, stderr = run(DECODE, *arguments)
+    stdout, stderr = run(*arguments, folder=tmp_path)
     figures = json.loads(stdout)["figures"]
     assert set(figures["step_ms"]) == {"draft", "plan", "model", "compare", "verify", "total"}
     speculation = figures["speculation"]
@@ -791,41 +822,37 @@ def test_compare_ends_every_rank_if_a_token_differs(ranks: Ranks, small_path: Pa
         assert "the exchanges differ at positions [3]" in error
 
 
-def test_one_process(small_path: Path) -> None:
+def test_one_process(small_path: Path, tmp_path: Path) -> None:
     """Without torchrun: texts in lines, then the figures."""
-    stdout, _ = run(DECODE, "--model", small_path, "Hello", "--max-new-tokens", 3)
+    arguments = ("--model", small_path, "Hello", "--max-new-tokens", 3)
+    stdout, _ = run(*arguments, folder=tmp_path)
     assert stdout.startswith("[0] Hello")
     assert "tokens/s" in stdout
 
 
 @pytest.fixture
-def long_run(small_path: Path, tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def long_run(small_path: Path, tmp_path: Path) -> Iterator[list[BaseProcess]]:
     """Two ranks in mid-decode, with no launcher that would end one for the other."""
     (tmp_path / "prompts").write_text("Hello\n" * 20000)
-    command = [DECODE, "--model", small_path, "--prompt-file", tmp_path / "prompts"]
+    arguments = ("--model", small_path, "--prompt-file", tmp_path / "prompts")
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     output = tmp_path / "output"
-    with output.open("w") as file:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-u", *map(str, command)],
-                stdout=file,
-                stderr=file,
-                env=os.environ | group | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(2)
-        ]
+    output.touch()
+    ranks = [
+        start_decode(*arguments, stdout=output, stderr=output, group=group | {"RANK": str(rank)})
+        for rank in range(2)
+    ]
     try:
         while "[0] Hello" not in output.read_text():
-            assert [rank.poll() for rank in ranks] == [None, None], output.read_text()
+            assert all(rank.is_alive() for rank in ranks), output.read_text()
             time.sleep(0.1)
         yield ranks
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.join()
 
 
 @pytest.mark.parametrize(
@@ -836,9 +863,11 @@ def long_run(small_path: Path, tmp_path: Path) -> Iterator[list[subprocess.Popen
     ],
 )
 def test_a_rank_that_is_lost_ends_the_others(
-    long_run: list[subprocess.Popen[bytes]], how: signal.Signals
+    long_run: list[BaseProcess], how: signal.Signals
 ) -> None:
     """Within a minute, by themselves."""
     first, second = long_run
-    second.send_signal(how)
-    assert first.wait(timeout=60) != 0
+    assert second.pid
+    os.kill(second.pid, how)
+    first.join(60)
+    assert first.exitcode
