@@ -314,6 +314,9 @@ def _worker(
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr)
+    with contextlib.suppress(ImportError):
+        # Its own lock is a semaphore, which a worker that is killed would leave behind.
+        importlib.import_module("tqdm").tqdm.set_lock(threading.RLock())
     with warnings.catch_warnings():
         _apply_filters(filters)
         try:
