@@ -209,6 +209,7 @@ def script(seed: int, method: str, dtype: torch.dtype) -> Script:
     return made
 
 
+@worlds(*FEW_WORLDS)
 @pytest.mark.parametrize(
     ("exchange", "seed", "method", "dtype"),
     [
