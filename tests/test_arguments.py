@@ -286,9 +286,8 @@ def outcome(call: Callable[..., object], *args: object) -> str:
 
 def refusals(mesh) -> dict[str, tuple[str, list, str]]:
     """For each case: what it came to, collectives until then, and what a good step then does."""
-    results = {}
+    results, bench = {}, Bench(mesh)
     for name, (spoiled, _) in CASES.items():
-        bench = Bench(mesh)
         with CollectiveTrace() as trace:
             raised = outcome(spoiled, bench)
         results[name] = (raised, trace.calls, outcome(bench.step))
