@@ -150,7 +150,7 @@ def noisy_steps(mesh, exchange: str) -> list[list[list[int]]]:
             state.add(slot, SamplingParams(temperature=temperature, top_k=5 * (slot % 3)))
         sharder = BatchSharder(state)
         drafter, verifier = DraftSampler(state), RejectionSampler(state, method=method)
-        for _ in range(3):
+        for _ in range(2):
             drafts = []
             for step in range(3):
                 rows = (torch.ones(8, 20) + 1e-6 * torch.randn(8, 20, generator=noise)).to(device)
