@@ -11,7 +11,6 @@ import re
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -715,33 +714,37 @@ def test_too_many_ranks_are_refused(small_path: Path, monkeypatch: pytest.Monkey
     assert "4 ranks need a GPU each, found 2" in error
 
 
-def decode_here(
-    arguments: Sequence[str], stdout: Path, stderr: Path, group: dict[str, str]
+def be_python(
+    arguments: Sequence[str], stdout: Path, stderr: Path, environment: dict[str, str]
 ) -> None:
-    """Be `python decode.py`."""
+    """Be `python script ...` or `python -m module ...`."""
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.update(environment, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    os.environ.update(group)
-    sys.argv = [str(DECODE), *arguments]
-    runpy.run_path(str(DECODE), run_name="__main__")
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
-def start_decode(
-    *arguments: object, stdout: Path, stderr: Path, group: dict[str, str] | None = None
+def start(
+    *arguments: object, stdout: Path, stderr: Path, environment: dict[str, str] | None = None
 ) -> BaseProcess:
-    """Start decode.py in a process of its own, forked from one that has imported torch."""
-    args = (list(map(str, arguments)), stdout, stderr, group or {})
-    process = multiprocessing.get_context("forkserver").Process(target=decode_here, args=args)
+    """Start Python, but forked from a server process that has imported torch."""
+    process = multiprocessing.get_context("forkserver").Process(
+        target=be_python, args=(list(map(str, arguments)), stdout, stderr, environment or {})
+    )
     process.start()
     return process
 
 
 def run(*arguments: object, folder: Path) -> tuple[str, str]:
-    """What decode.py prints on stdout and stderr; it must end well."""
+    """What Python prints on stdout and stderr; it must end well."""
     stdout, stderr = folder / "stdout", folder / "stderr"
-    process = start_decode(*arguments, stdout=stdout, stderr=stderr)
+    process = start(*arguments, stdout=stdout, stderr=stderr)
     process.join()
     assert process.exitcode == 0, stderr.read_text()
     return stdout.read_text(), stderr.read_text()
@@ -755,15 +758,9 @@ def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> Non
     arguments: list[object] = ["--model", small_path, "--prompt-file", tmp_path / "prompts"]
     arguments += ["--max-num-reqs", 2, "--max-new-tokens", NEW_TOKENS, "--json", "--compare"]
     arguments += ["--temperature", 1.5, "--top-k", 40, "--seed", 9]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    process = subprocess.run(
-        [*torchrun, DECODE, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert process.returncode == 0, process.stderr
-    report = json.loads(process.stdout)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    stdout, stderr = run(*torchrun, DECODE, *arguments, folder=tmp_path)
+    report = json.loads(stdout)
     params = SamplingParams(temperature=1.5, top_k=40, seed=9).spawn(3)
     ids = [request["prompt_token_ids"] for request in report["requests"]]
     expected = ranks.run(decode_prompts, small_path, ids, params, max_num_reqs=2)[0]
@@ -776,7 +773,7 @@ def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> Non
     assert set(figures["step_ms"]) >= {"model", "exchange", "draw", "gather", "total"}
     assert figures["tokens_per_second"] > 0 < figures["wire_bytes"]
     assert 0 < figures["logits_bytes"] <= figures["replicated_logits_bytes"]
-    assert "[0] abc" in process.stderr
+    assert "[0] abc" in stderr
 
 
 def test_json_of_speculation(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -784,7 +781,7 @@ def test_json_of_speculation(pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, draft = pair
     arguments: list[object] = ["--model", target, "--draft-model", draft, "--speculate", "draft"]
     arguments += ["--num-speculative-tokens", 3, "--compare", "--json", "Hello", "x"]
-    stdout, stderr = run(*arguments, folder=tmp_path)
+    stdout, stderr = run(DECODE, *arguments, folder=tmp_path)
     figures = json.loads(stdout)["figures"]
     assert set(figures["step_ms"]) == {"draft", "plan", "model", "compare", "verify", "total"}
     speculation = figures["speculation"]
@@ -825,7 +822,7 @@ def test_compare_ends_every_rank_if_a_token_differs(ranks: Ranks, small_path: Pa
 def test_one_process(small_path: Path, tmp_path: Path) -> None:
     """Without torchrun: texts in lines, then the figures."""
     arguments = ("--model", small_path, "Hello", "--max-new-tokens", 3)
-    stdout, _ = run(*arguments, folder=tmp_path)
+    stdout, _ = run(DECODE, *arguments, folder=tmp_path)
     assert stdout.startswith("[0] Hello")
     assert "tokens/s" in stdout
 
@@ -834,14 +831,14 @@ def test_one_process(small_path: Path, tmp_path: Path) -> None:
 def long_run(small_path: Path, tmp_path: Path) -> Iterator[list[BaseProcess]]:
     """Two ranks in mid-decode, with no launcher that would end one for the other."""
     (tmp_path / "prompts").write_text("Hello\n" * 20000)
-    arguments = ("--model", small_path, "--prompt-file", tmp_path / "prompts")
+    command = (DECODE, "--model", small_path, "--prompt-file", tmp_path / "prompts")
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     output = tmp_path / "output"
     output.touch()
     ranks = [
-        start_decode(*arguments, stdout=output, stderr=output, group=group | {"RANK": str(rank)})
+        start(*command, stdout=output, stderr=output, environment=group | {"RANK": str(rank)})
         for rank in range(2)
     ]
     try:
