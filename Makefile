@@ -13,7 +13,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq -c cons
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help decode test test-all test-gpu quality style
+.PHONY: help decode test test-slow test-all test-gpu quality style
 
 help:  ## list the commands (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -24,8 +24,11 @@ help:  ## list the commands (the default)
 decode: $(READY)  ## generate text with a real model on 4 ranks of this machine
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --nproc_per_node=4 examples/decode.py $(ARGS)
 
-test: $(READY)  ## run the tests
+test: $(READY)  ## run the tests, but for slow ones
 	$(PYTHON) -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(READY)  ## run the slow tests that need no CUDA devices
+	$(PYTHON) -m pytest -m "slow and not gpu" $(ARGS)
 
 test-all: $(READY)  ## run the tests, slow ones included
 	$(PYTHON) -m pytest $(ARGS)

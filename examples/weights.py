@@ -114,7 +114,8 @@ class GGUFCheckpoint:
     def read(self, name: str, rows: slice = slice(None), cols: slice = slice(None)) -> Tensor:
         """Part of one tensor: of a vector its `rows`, of a matrix its `rows` and `cols`."""
         tensor = self._tensors[_gguf_name(name)]
-        quantization, data = tensor.tensor_type, tensor.data[rows]
+        # A plain view of the mapped file: numpy cuts a memmap slowly, and decoding cuts it often.
+        quantization, data = tensor.tensor_type, np.asarray(tensor.data)[rows]
         if data.ndim == 2:
             # Columns are quantised in blocks: drop those before and after, decode, drop the rest.
             size, num_bytes = GGML_QUANT_SIZES[quantization]

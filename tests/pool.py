@@ -51,6 +51,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLDS = ("cpu:1", "cpu:2", "cpu:4", "cuda:1", "cuda:2")
+# One rank, and several: for what has no more cases than these two.
+FEW_WORLDS = ("cpu:1", "cpu:4", "cuda:1", "cuda:2")
 JOB_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 100.0
 GROUP_TIMEOUT = timedelta(seconds=30)
@@ -69,6 +71,7 @@ PRELOAD = [
     "hypothesis",
     "numpy",
     "pytest",
+    "scipy.stats",
     "dtensor_sample",
 ]
 
@@ -311,6 +314,9 @@ def _worker(
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr)
+    with contextlib.suppress(ImportError):
+        # Its own lock is a semaphore, which a worker that is killed would leave behind.
+        importlib.import_module("tqdm").tqdm.set_lock(threading.RLock())
     with warnings.catch_warnings():
         _apply_filters(filters)
         try:

@@ -19,6 +19,7 @@ from dtensor_sample import (
     vocab_sharded,
 )
 from tests.batches import shard_vocab
+from tests.pool import FEW_WORLDS, worlds
 from tests.test_collectives import CollectiveTrace
 
 
@@ -285,15 +286,15 @@ def outcome(call: Callable[..., object], *args: object) -> str:
 
 def refusals(mesh) -> dict[str, tuple[str, list, str]]:
     """For each case: what it came to, collectives until then, and what a good step then does."""
-    results = {}
+    results, bench = {}, Bench(mesh)
     for name, (spoiled, _) in CASES.items():
-        bench = Bench(mesh)
         with CollectiveTrace() as trace:
             raised = outcome(spoiled, bench)
         results[name] = (raised, trace.calls, outcome(bench.step))
     return results
 
 
+@worlds(*FEW_WORLDS)
 def test_refusals(ranks):
     """Catches silent acceptance, another exception, a vague message, a rank that goes on alone."""
     wrong = []

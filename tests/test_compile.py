@@ -72,7 +72,7 @@ def test_few_compilations(ranks):
     all exchanges of a process share the compiler's limit on variants of one function.
     """
     ranks.run(forget_compilations)
-    assert check(ranks, "batch", MANY_SIZES, "eager") <= 4
+    assert check(ranks, "batch", MANY_SIZES[:24], "eager") <= 4
     assert check(ranks, "vocab", MANY_SIZES[:12], "eager") <= 4
     assert check(ranks, "replicate", MANY_SIZES[:12], "eager") <= 4
 

@@ -17,7 +17,7 @@ from dtensor_sample import (
     SamplingState,
 )
 from tests.batches import shard_vocab
-from tests.pool import worlds
+from tests.pool import FEW_WORLDS, worlds
 from tests.test_arguments import outcome
 from tests.test_collectives import CollectiveTrace
 
@@ -285,6 +285,7 @@ def refusals(mesh) -> dict[str, tuple[str, list, str]]:
     return results
 
 
+@worlds(*FEW_WORLDS)
 def test_refusals(ranks):
     """Catches silent acceptance, another exception, a vague message, a rank that goes on alone."""
     wrong = []
@@ -325,6 +326,7 @@ def accepted_forms(mesh) -> list[list[list[int]]]:
     return results
 
 
+@worlds(*FEW_WORLDS)
 def test_accepted_forms(ranks):
     """Catches refusals of what is documented: shorter lists, int32, no requests."""
     for results in ranks.run(accepted_forms):
@@ -365,7 +367,7 @@ def disagreements(mesh) -> dict[str, tuple[str, str]]:
     return results
 
 
-@worlds("cpu:2", "cpu:4", "cuda:2")
+@worlds("cpu:4", "cuda:2")
 def test_debug_mode(ranks):
     """Catches drafts that differ on one rank, or are refused there: all ranks raise and name it."""
     last = ranks.size - 1

@@ -18,6 +18,7 @@ from dtensor_sample import (
 )
 from tests import oracle
 from tests.batches import OWNERS, library_weights, random_batch, random_params, shard_vocab
+from tests.pool import FEW_WORLDS, worlds
 from tests.speculation import rows_of
 
 SLOTS, V, K, PADDING = 9, 11, 3, 2
@@ -208,6 +209,7 @@ def script(seed: int, method: str, dtype: torch.dtype) -> Script:
     return made
 
 
+@worlds(*FEW_WORLDS)
 @pytest.mark.parametrize(
     ("exchange", "seed", "method", "dtype"),
     [
@@ -260,6 +262,7 @@ def bytes_after_a_draft(mesh, cases: list[tuple]) -> list[int]:
     return sizes
 
 
+@worlds(*FEW_WORLDS)
 def test_bytes(ranks):
     """Catches a cache of all slots on every rank, or of padded or float32 logits."""
     cases = [

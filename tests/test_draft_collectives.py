@@ -13,6 +13,7 @@ from dtensor_sample import (
     SamplingState,
 )
 from tests.batches import OWNERS, random_params, shard_vocab
+from tests.pool import FEW_WORLDS, worlds
 from tests.test_collectives import KINDS, CollectiveTrace
 
 SLOTS, K, V = 11, 3, 13
@@ -82,6 +83,7 @@ def sent_bytes(call: tuple[str, ...], ranks: int) -> float:
     return (ranks - 1) * share * size
 
 
+@worlds(*FEW_WORLDS)
 def test_traces_of_random_steps(ranks):
     """Catches collectives that depend on what one rank holds, and a cost that is not what is sent.
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_sample import ops, vocab_sharded
 from tests.batches import shard_vocab
-from tests.pool import worlds
+from tests.pool import FEW_WORLDS, worlds
 
 
 def global_shapes(mesh, sizes: list[int]) -> tuple[list[tuple], list[tuple], list[bool]]:
@@ -122,6 +122,7 @@ def ops_on_dtensors(mesh, dtype: torch.dtype) -> list[str]:
     return wrong
 
 
+@worlds(*FEW_WORLDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ops_on_dtensors(ranks, dtype):
     """Catches a sharding rule that says sum for maximum, or takes local segments for the whole."""

@@ -5,15 +5,17 @@ The model is compared with transformers, the tokenizer with byte-pair encoding b
 
 import io
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +150,7 @@ def default_reference(default: weights.Checkpoint) -> Any:
     return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors).eval()
 
 
-@worlds("cpu:1", "cpu:4")
+@worlds("cpu:4")
 def test_default_model_equals_transformers(
     ranks: Ranks, default: weights.Checkpoint, default_reference: Any
 ) -> None:
@@ -712,14 +714,40 @@ def test_too_many_ranks_are_refused(small_path: Path, monkeypatch: pytest.Monkey
     assert "4 ranks need a GPU each, found 2" in error
 
 
-def run(*command: object) -> tuple[str, str]:
-    """What a command prints on stdout and stderr; it must end well."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment
+def be_python(
+    arguments: Sequence[str], stdout: Path, stderr: Path, environment: dict[str, str]
+) -> None:
+    """Be `python script ...` or `python -m module ...`."""
+    for number, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.update(environment, OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def start(
+    *arguments: object, stdout: Path, stderr: Path, environment: dict[str, str] | None = None
+) -> BaseProcess:
+    """Start Python, but forked from a server process that has imported torch."""
+    process = multiprocessing.get_context("forkserver").Process(
+        target=be_python, args=(list(map(str, arguments)), stdout, stderr, environment or {})
     )
-    assert process.returncode == 0, process.stderr
-    return process.stdout, process.stderr
+    process.start()
+    return process
+
+
+def run(*arguments: object, folder: Path) -> tuple[str, str]:
+    """What Python prints on stdout and stderr; it must end well."""
+    stdout, stderr = folder / "stdout", folder / "stderr"
+    process = start(*arguments, stdout=stdout, stderr=stderr)
+    process.join()
+    assert process.exitcode == 0, stderr.read_text()
+    return stdout.read_text(), stderr.read_text()
 
 
 @worlds("cpu:1")
@@ -731,7 +759,7 @@ def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> Non
     arguments += ["--max-num-reqs", 2, "--max-new-tokens", NEW_TOKENS, "--json", "--compare"]
     arguments += ["--temperature", 1.5, "--top-k", 40, "--seed", 9]
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    stdout, stderr = run(*torchrun, DECODE, *arguments)
+    stdout, stderr = run(*torchrun, DECODE, *arguments, folder=tmp_path)
     report = json.loads(stdout)
     params = SamplingParams(temperature=1.5, top_k=40, seed=9).spawn(3)
     ids = [request["prompt_token_ids"] for request in report["requests"]]
@@ -748,12 +776,12 @@ def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> Non
     assert "[0] abc" in stderr
 
 
-def test_json_of_speculation(pair: tuple[Path, Path]) -> None:
+def test_json_of_speculation(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """All exchanges agree on what they accept, and on texts that are those without speculation."""
     target, draft = pair
     arguments: list[object] = ["--model", target, "--draft-model", draft, "--speculate", "draft"]
     arguments += ["--num-speculative-tokens", 3, "--compare", "--json", "Hello", "x"]
-    stdout, stderr = run(DECODE, *arguments)
+    stdout, stderr = run(DECODE, *arguments, folder=tmp_path)
     figures = json.loads(stdout)["figures"]
     assert set(figures["step_ms"]) == {"draft", "plan", "model", "compare", "verify", "total"}
     speculation = figures["speculation"]
@@ -791,41 +819,37 @@ def test_compare_ends_every_rank_if_a_token_differs(ranks: Ranks, small_path: Pa
         assert "the exchanges differ at positions [3]" in error
 
 
-def test_one_process(small_path: Path) -> None:
+def test_one_process(small_path: Path, tmp_path: Path) -> None:
     """Without torchrun: texts in lines, then the figures."""
-    stdout, _ = run(DECODE, "--model", small_path, "Hello", "--max-new-tokens", 3)
+    arguments = ("--model", small_path, "Hello", "--max-new-tokens", 3)
+    stdout, _ = run(DECODE, *arguments, folder=tmp_path)
     assert stdout.startswith("[0] Hello")
     assert "tokens/s" in stdout
 
 
 @pytest.fixture
-def long_run(small_path: Path, tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def long_run(small_path: Path, tmp_path: Path) -> Iterator[list[BaseProcess]]:
     """Two ranks in mid-decode, with no launcher that would end one for the other."""
     (tmp_path / "prompts").write_text("Hello\n" * 20000)
-    command = [DECODE, "--model", small_path, "--prompt-file", tmp_path / "prompts"]
+    command = (DECODE, "--model", small_path, "--prompt-file", tmp_path / "prompts")
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     output = tmp_path / "output"
-    with output.open("w") as file:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-u", *map(str, command)],
-                stdout=file,
-                stderr=file,
-                env=os.environ | group | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(2)
-        ]
+    output.touch()
+    ranks = [
+        start(*command, stdout=output, stderr=output, environment=group | {"RANK": str(rank)})
+        for rank in range(2)
+    ]
     try:
         while "[0] Hello" not in output.read_text():
-            assert [rank.poll() for rank in ranks] == [None, None], output.read_text()
+            assert all(rank.is_alive() for rank in ranks), output.read_text()
             time.sleep(0.1)
         yield ranks
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.join()
 
 
 @pytest.mark.parametrize(
@@ -836,9 +860,11 @@ def long_run(small_path: Path, tmp_path: Path) -> Iterator[list[subprocess.Popen
     ],
 )
 def test_a_rank_that_is_lost_ends_the_others(
-    long_run: list[subprocess.Popen[bytes]], how: signal.Signals
+    long_run: list[BaseProcess], how: signal.Signals
 ) -> None:
     """Within a minute, by themselves."""
     first, second = long_run
-    second.send_signal(how)
-    assert first.wait(timeout=60) != 0
+    assert second.pid
+    os.kill(second.pid, how)
+    first.join(60)
+    assert first.exitcode

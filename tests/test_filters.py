@@ -10,7 +10,7 @@ import torch
 from dtensor_sample import SamplingParams, sample
 from tests.batches import DTYPES, EXCHANGES, Batch, one_row, sample_batches, shard_vocab, tokens
 from tests.oracle import HIGH, LOW
-from tests.pool import worlds
+from tests.pool import FEW_WORLDS, worlds
 
 
 def winners(mesh, exchange: str) -> list[list[int]]:
@@ -30,6 +30,7 @@ def winners(mesh, exchange: str) -> list[list[int]]:
     return results
 
 
+@worlds(*FEW_WORLDS)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_greedy_at_every_id(ranks, exchange):
     """Catches local ids taken for global ones, and ties that do not go to the lowest id."""
@@ -76,6 +77,7 @@ SETS: list[tuple[str, list[float], dict[str, Any], set[int]]] = [
 ]
 
 
+@worlds(*FEW_WORLDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kept_sets(ranks, dtype):
     """Catches a cut tie, filters in the wrong order, an edge on the wrong side, a bad value."""
@@ -89,6 +91,7 @@ def test_kept_sets(ranks, dtype):
         }
 
 
+@worlds(*FEW_WORLDS)
 def test_ties_at_any_batch_size(ranks):
     """Catches two code paths with two tie rules, chosen by the size of the batch."""
     whole = one_row([5.0, 5.0, 5.0, 1.0], 40, SamplingParams(top_k=2, top_p=0.3, seed=9))
@@ -102,6 +105,7 @@ def test_ties_at_any_batch_size(ranks):
 COLD = (0.0, 1e-12, 1e-7, 1e-6, 9.9e-6, 1e-5, 1.1e-5, 1e-4, 1e-3)
 
 
+@worlds(*FEW_WORLDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cold_rows(ranks, dtype):
     """Catches an overflow at small temperatures: always a largest value, at any scale."""
@@ -125,6 +129,7 @@ def test_cold_rows(ranks, dtype):
             assert set(drawn) == ({20} if batch.params[0].greedy else {20, 30}), batch.params[0]
 
 
+@worlds(*FEW_WORLDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiny_top_p_keeps_the_maximum(ranks, dtype):
     """Catches a nucleus that is empty: its first token stays however small top_p is."""
@@ -137,6 +142,7 @@ def test_tiny_top_p_keeps_the_maximum(ranks, dtype):
         assert [set(drawn) for drawn in got] == [{1}, {5}, {1}] * 4
 
 
+@worlds(*FEW_WORLDS)
 def test_greedy_rows_beside_random_ones(ranks):
     """Catches a greedy row that is scaled by its temperature, or masked values times zero."""
     row = [20.0, -INF, 3.0, 19.0]

@@ -30,7 +30,7 @@ from tests.batches import (
     shard_vocab,
     tokens,
 )
-from tests.pool import worlds
+from tests.pool import FEW_WORLDS, worlds
 
 MANY = 29
 
@@ -121,7 +121,7 @@ def test_parameters_reach_their_request(ranks):
 
 def owned_counts(mesh, vectors: list[list[int]]) -> list[list[int]]:
     """Greedy tokens when rank r owns `vector[r]` requests; row i has its maximum at id i."""
-    ranks, rows = mesh.size(), 3 * mesh.size()
+    ranks, rows = mesh.size(), 2 * mesh.size()
     state = SamplingState(mesh, vocab_size=rows + 1, max_num_reqs=rows, seed=0)
     for slot in range(rows):
         state.add(slot, SamplingParams(temperature=0))
@@ -142,7 +142,7 @@ def owned_counts(mesh, vectors: list[list[int]]) -> list[list[int]]:
 
 def test_every_count_of_owned_rows(ranks):
     """Catches rows lost, doubled or swapped when owners hold unequal numbers of them, or none."""
-    vectors = [list(v) for v in np.ndindex(*(4,) * ranks.size)]
+    vectors = [list(v) for v in np.ndindex(*(3,) * ranks.size)]
     wanted = [list(range(sum(v))) for v in vectors]
     assert ranks.run(owned_counts, vectors) == [wanted] * ranks.size
 
@@ -166,6 +166,7 @@ def strided(mesh, batch: Batch) -> list[list[int]]:
     return results
 
 
+@worlds(*FEW_WORLDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strides(ranks, dtype):
     """Catches a kernel that takes rows for contiguous."""
@@ -183,6 +184,7 @@ def repeated(mesh, batch: Batch, times: int) -> list[list[int]]:
     return [tokens.tolist() for tokens in drawn]
 
 
+@worlds(*FEW_WORLDS)
 def test_repeated_calls(ranks):
     """Catches sums whose last bits depend on the order in which threads reach them."""
     batch = random_batch(17, 8, 1003, seeded=True)
