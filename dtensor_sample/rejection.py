@@ -89,7 +89,9 @@ def verify(
     if method == "block":
         joint_QK = ops.chain(p_QK, q_QK)
         ratio_QK = pad(joint_QK[:, :-1], (1, 0), value=ONE)
-        spare_QK = _residual(p_G, q_G, ratio_QK.flatten(), one_hot_G, where, V).sum(1).view(Q, K)
+        spare_QK = (
+            _residual(p_G, q_G, ratio_QK.flatten(), one_hot_G, where, V).sum((1, 2)).view(Q, K)
+        )
         spare_QK = pad(spare_QK[:, 1:], (0, 1))  # of the row after each draft
         whole_QK = spare_QK + (ONE - joint_QK)
         within_QK = (scaled(coin_QK, whole_QK) < spare_QK) | (whole_QK == 0)
@@ -110,8 +112,8 @@ def verify(
     recover_Q = refused_Q & ~greedy_Q
     p_Q, q_Q = p.at(end_Q, recover_Q), q_G.at(place_Q, recover_Q)
     ends = (p_Q, q_Q, ratio_QK.flatten()[place_Q], one_hot_G[place_Q])
-    spare_QP = _residual(*ends, where, V)
-    recover_Q &= spare_QP.sum(1) > 0
+    spare_QPC = _residual(*ends, where, V)
+    recover_Q &= spare_QPC.sum((1, 2)) > 0
     position_Q, zero_Q = start_Q + accepted_Q, torch.zeros_like(start_Q)
     uniform_Q = torch.where(
         refused_Q,
@@ -119,12 +121,10 @@ def verify(
         ops.uniform(seed_Q, position_Q, zero_Q, TARGET),
     )
     whole_Q = p.at(end_Q, ~recover_Q & ~greedy_Q)
-    drawn_Q = ops.pick(*whole_Q.args, whole_Q.starts(where), scaled(uniform_Q, whole_Q.total_R), V)
+    drawn_Q = ops.pick(*whole_Q.args, *whole_Q.aim(uniform_Q, where), V)
+    start_QPC, point_Q = ops.aim(spare_QPC, uniform_Q)
     recovered_Q = ops.residual_pick(
-        *_residual_args(*ends),
-        where.own_segments(spare_QP.cumsum(1) - spare_QP),
-        scaled(uniform_Q, spare_QP.sum(1)),
-        V,
+        *_residual_args(*ends), where.own_segments(start_QPC), point_Q, V
     )
     token_Q = torch.where(recover_Q, recovered_Q, drawn_Q)
     token_Q = torch.where(greedy_Q, p.argmax_R[end_Q], token_Q)
@@ -150,7 +150,7 @@ def _residual_args(p: Weighed, q: Weighed, ratio_R: Tensor, one_hot_R: Tensor) -
 def _residual(
     p: Weighed, q: Weighed, ratio_R: Tensor, one_hot_R: Tensor, where: Exchange, V: int
 ) -> Tensor:
-    """[R, all segments] int64: the mass of max(ratio * p - q, 0)."""
+    """[R, P, PARTS] int64: the mass of max(ratio * p - q, 0) in each part of the vocabulary."""
     return where.segments(ops.residual_mass(*_residual_args(p, q, ratio_R, one_hot_R), V))
 
 

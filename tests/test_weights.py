@@ -11,9 +11,9 @@ from dtensor_sample import random as streams
 from tests import oracle
 from tests.batches import library_weights
 
-EXPONENT_STEP = 2.0**-25
+EXPONENT_STEP = 2.0**-23
 """The library's resolution of a binary exponent: a weight is off by up to this times ln 2."""
-POLYNOMIAL = 1e-8
+POLYNOMIAL = 1.6e-7
 """Relative error of its 2**f."""
 
 
