@@ -58,6 +58,7 @@ class Request:
 
     index: int
     prompt: str
+    shown_prompt: str
     prompt_token_ids: list[int]
     params: SamplingParams
     stream: TextStream
@@ -168,7 +169,7 @@ def decode(
             slot, request = heapq.heappop(free), waiting.popleft()
             state.add(slot, request.params, prompt_token_ids=request.prompt_token_ids)
             running[slot] = request
-            display.begin(request.index, request.prompt)
+            display.begin(request.index, request.shown_prompt)
 
         meter.start()
         slots = sorted(running)
@@ -270,7 +271,12 @@ def make_requests(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Requ
         stream = checkpoint.tokenizer.stream()
         requests.append(
             Request(
-                index=i, prompt=prompt, prompt_token_ids=token_ids, params=params[i], stream=stream
+                index=i,
+                prompt=prompt,
+                shown_prompt=prompt + "\n" * args.chat,
+                prompt_token_ids=token_ids,
+                params=params[i],
+                stream=stream,
             )
         )
     return requests
@@ -290,9 +296,6 @@ def join_ranks(device_type: str) -> DeviceMesh:
     """The mesh of all ranks that torchrun started, or of this process alone."""
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    else:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     backend = "nccl" if device_type == "cuda" else "gloo"
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=TIMEOUT)

@@ -56,10 +56,10 @@ class LineDisplay(Display):
 
     def write(self, index: int, piece: str) -> None:
         *lines, text = (self._pending[index] + piece).split("\n")
-        if len(text) > self.WIDTH:
-            # The last word may still grow.
-            line, _, text = text.rpartition(" ")
-            lines.append(line)
+        # The last word stays: it may still grow.
+        while len(text) > self.WIDTH and (cut := text.rfind(" ", 1, self.WIDTH + 1)) > 0:
+            lines.append(text[:cut])
+            text = text[cut + 1 :]
         self._print(index, lines)
         self._pending[index] = text
 

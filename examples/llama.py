@@ -433,7 +433,11 @@ def load_llama(weights: Weights, mesh: DeviceMesh, *, dtype: torch.dtype) -> Lla
     model.load(weights)
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(local(weight), requires_grad=False))
+            part = local(weight)
+            if part.is_cpu:
+                # MKL reads a column-major weight twice as fast when it multiplies 4 to 16 rows.
+                part = part.t().contiguous().t()
+            module.register_parameter(name, nn.Parameter(part, requires_grad=False))
     if model.config.tied_embeddings:
         model.lm_head.weight = model.embed.weight
     return model

@@ -6,6 +6,7 @@ B requests, V true vocabulary, W >= V the width of the logits (padding included)
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,19 +79,26 @@ def _row(rng: np.random.Generator, kind: str, size: int) -> np.ndarray:
     return row
 
 
-ROW_KINDS = ("normal", "wide", "tied", "flat", "masked", "nan", "infinite", "dead")
+ROW_KINDS = (*["normal"] * 4, "wide", "tied", "flat", "masked", "nan", "infinite", "dead")
 
 
-def random_params(rng: np.random.Generator, vocab_size: int, *, seeded: bool) -> SamplingParams:
-    """Any mixture of filters, temperatures (greedy ones included) and seeds."""
-    seed = int(rng.integers(2**63)) if seeded or rng.random() < 0.5 else None
-    return SamplingParams(
-        temperature=float(rng.choice([0.0, 1e-6, 1e-4, 0.3, 1.0, 1.0, 2.0, 50.0])),
-        top_k=int(rng.choice([0, 0, 1, 2, max(1, vocab_size // 2), vocab_size, vocab_size + 5])),
-        top_p=float(rng.choice([0.0, 1e-9, 0.1, 0.5, 0.9, 0.999999, 1.0, 1.0, 1.0])),
-        min_p=float(rng.choice([0.0, 0.0, 0.0, 0.02, 0.5, 1.0])),
-        seed=seed,
-    )
+GREEDY = ({"temperature": 0.0}, {"temperature": 9e-6}, {"top_k": 1}, {"top_p": 0.0})
+
+
+def random_params(
+    rng: np.random.Generator, vocab_size: int, *, seeded: bool = False
+) -> SamplingParams:
+    """Any mixture of temperature, filters and seed; one request of four is greedy."""
+    params: dict[str, Any] = {
+        "temperature": float(rng.choice([1e-4, 0.3, 0.7, 1.0, 1.5, 2.0, 50.0])),
+        "top_k": int(rng.choice([0, 0, -1, 2, max(2, vocab_size // 2), vocab_size + 5])),
+        "top_p": float(rng.choice([1.0, 1.0, 1.0, 0.999999, 0.9, 0.5, 0.1, 1e-9])),
+        "min_p": float(rng.choice([0.0, 0.0, 0.0, 0.02, 0.5, 1.0])),
+        "seed": int(rng.integers(2**63)) if seeded or rng.random() < 0.5 else None,
+    }
+    if rng.random() < 0.25:
+        params |= GREEDY[rng.integers(len(GREEDY))]
+    return SamplingParams(**params)
 
 
 def random_batch(

@@ -60,13 +60,13 @@ def random_steps(mesh, steps: int) -> list[tuple]:
     device = mesh.device_type
     state = SamplingState(mesh, vocab_size=13, max_num_reqs=SLOTS, seed=1)
     for slot in range(SLOTS):
-        state.add(slot, random_params(rng, 13, seeded=False))
+        state.add(slot, random_params(rng, 13))
     sharders, sampler = [BatchSharder(state, owners=owners) for owners in OWNERS], Sampler(state)
     results = []
     for _ in range(steps):
         slot = int(rng.integers(SLOTS))
         state.remove(slot)
-        state.add(slot, random_params(rng, 13, seeded=False), position=int(rng.integers(100)))
+        state.add(slot, random_params(rng, 13), position=int(rng.integers(100)))
         count = int(rng.choice([0, 1, 2, 3, 5, 8, 13]))
         chosen = rng.permutation(SLOTS)[:count]
         if rng.random() < 0.2:  # all of one owner
@@ -188,23 +188,30 @@ def test_default_generators_play_no_part(ranks):
         assert drawn == [tokens(batch)] * len(drawn)
 
 
-def unseeded_state(mesh) -> list[int]:
-    """Draws of unseeded requests of a state that chose its own base seed."""
+def unseeded_state(mesh) -> list[list[int]]:
+    """Draws of unseeded requests of one state that chose its own base seed, in several layouts."""
     torch.manual_seed(mesh.get_local_rank())
     state = SamplingState(mesh, vocab_size=1000, max_num_reqs=20)
     for slot in range(20):
         state.add(slot, SamplingParams())
-    plan = BatchSharder(state).plan(list(range(20)))
-    logits = shard_vocab(plan.select(torch.zeros(20, 1000, device=mesh.device_type)), mesh)
-    return Sampler(state)(logits, plan).token_ids[:, 0].tolist()
+    flat = torch.zeros(20, 1000, device=mesh.device_type)
+    results = []
+    for exchange in EXCHANGES:
+        for owners in OWNERS:
+            sharder = BatchSharder(state, owners=owners)
+            plan = sharder.plan(range(20), exchange=exchange, positions=[0] * 20)
+            output = Sampler(state)(shard_vocab(plan.select(flat), mesh), plan)
+            results.append(output.token_ids[:, 0].tolist())
+    return results
 
 
 def test_unseeded_requests(ranks):
     """Catches a base seed of each rank's own, one seed for all requests, one that never changes."""
     first, second = ranks.run(unseeded_state), ranks.run(unseeded_state)
-    for drawn in (first, second):
-        assert drawn == [drawn[0]] * ranks.size
-        assert len(set(drawn[0])) > 15
+    for results in (first, second):
+        drawn = results[0][0]
+        assert results == [[drawn] * len(results[0])] * ranks.size
+        assert len(set(drawn)) > 15
     assert first != second
 
 

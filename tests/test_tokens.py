@@ -42,7 +42,7 @@ def grid(dtype: torch.dtype) -> tuple[list[Batch], list[list[int]]]:
     batches = [
         random_batch(100 * size + rows, rows, size, dtype=dtype, padding=(size + rows) % 4)
         for i, size in enumerate(SIZES)
-        for rows in (0, 1, (2, 3, 5, 9)[i % 4])
+        for rows in (0, 1, (2, 3, 5, 9)[i % 4], 24)
     ]
     return batches, [tokens(batch) for batch in batches]
 

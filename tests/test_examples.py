@@ -1,0 +1,576 @@
+"""The example: its model, its tokenizer, and decode.py as it is run.
+
+The model is compared with transformers, the tokenizer with byte-pair encoding by the book.
+"""
+
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import decode as script
+import numpy as np
+import pytest
+import regex  # type: ignore[import-untyped]
+import torch
+import weights
+from display import Display, LineDisplay
+from gguf import GGUFReader, GGUFWriter
+from gguf.quants import dequantize
+from llama import load_llama
+from meter import Meter
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_sample import Sampler, SamplingParams, SamplingState
+from tests.pool import Ranks, worlds
+
+DECODE = Path(script.__file__)
+PROMPTS = ["The capital of France is", "Once upon a time in 1984, a", "1, 2,"]
+NEW_TOKENS = 8
+
+
+def decode_prompts(
+    mesh: DeviceMesh,
+    path: Path | None,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    *,
+    max_num_reqs: int,
+    max_new_tokens: int = NEW_TOKENS,
+) -> list[list[int]]:
+    """What decode.py does on the ranks of a mesh."""
+    checkpoint = weights.open_checkpoint(path)
+    tokenizer = checkpoint.tokenizer
+    requests = [
+        script.Request(
+            index=i,
+            prompt="",
+            shown_prompt="",
+            prompt_token_ids=prompt_token_ids,
+            params=params[i],
+            stream=tokenizer.stream(),
+        )
+        for i, prompt_token_ids in enumerate(prompts)
+    ]
+    model = load_llama(checkpoint, mesh, dtype=torch.float32)
+    model.allocate_cache(max_num_reqs=max_num_reqs, max_length=128)
+    V = checkpoint.config.vocab_size
+    script.decode(
+        model,
+        requests,
+        Sampler(SamplingState(mesh, vocab_size=V, max_num_reqs=max_num_reqs)),
+        mesh=mesh,
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=tokenizer.eos_token_ids,
+        compare=False,
+        meter=Meter(mesh.device_type),
+        display=Display(),
+    )
+    return [request.token_ids for request in requests]
+
+
+def greedy(count: int) -> list[SamplingParams]:
+    return [SamplingParams(temperature=0.0)] * count
+
+
+def assert_greedy(
+    model: Any, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], eos: set[int]
+) -> None:
+    """Every text is what `model`, of transformers, generates greedily, and ends where it should.
+
+    Greedily: each of its tokens is the likeliest one after those before it. One pass shows that.
+    """
+    rows = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+    width = max(map(len, rows))
+    with torch.no_grad():
+        # Padding on the right is seen by nobody.
+        logits = model(torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])).logits
+    for prompt, text, likeliest in zip(prompts, texts, logits.argmax(-1).tolist(), strict=True):
+        assert text == likeliest[len(prompt) - 1 :][: len(text)]
+        assert not eos & set(text[:-1])
+        assert len(text) == NEW_TOKENS or text[-1] in eos
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The ranks need the other cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def default() -> weights.Checkpoint:
+    """The default model."""
+    return weights.open_checkpoint()
+
+
+@pytest.fixture(scope="module")
+def default_reference(default: weights.Checkpoint) -> Any:
+    """The default model in transformers, with the weights that we read."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        rms_norm_eps=1e-5,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    tensors = {name: default.read(name) for name in weights.tensor_names(default.config)}
+    return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors).eval()
+
+
+@worlds("cpu:1", "cpu:4")
+def test_default_model_equals_transformers(
+    ranks: Ranks, default: weights.Checkpoint, default_reference: Any
+) -> None:
+    """Three prompts of different lengths take turns in two slots.
+
+    Mistakes in padded heads (9 and 3 on 4 ranks), in rotary positions, in the mask, or in what a
+    reused slot still holds change ids.
+    """
+    ids = [default.tokenizer.encode(prompt) for prompt in PROMPTS]
+    results = ranks.run(decode_prompts, None, ids, greedy(len(ids)), max_num_reqs=2)
+    assert all(texts == results[0] for texts in results)
+    assert_greedy(default_reference, ids, results[0], set(default.tokenizer.eos_token_ids))
+    assert default.tokenizer.decode(results[0][0]).startswith(" Paris")
+
+
+# Neither groups of heads, MLP units nor the vocabulary divide by 4.
+SMALL: dict[str, Any] = {
+    "vocab_size": 1003,
+    "hidden_size": 48,
+    "intermediate_size": 90,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "eos_token_id": [7, 8],
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.3,
+}
+SMALL_EOS = {7, 8}
+SMALL_PROMPTS = [[5, 900, 3], [1] * 20, [17], [4, 5, 6, 7, 8, 9, 10]]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def save_small(path: Path, *, tied: bool) -> Any:
+    """Write a random model as a Hugging Face directory; return the same in transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = None if tied else dict(LLAMA3)
+    torch.manual_seed(1)
+    config = LlamaConfig(**SMALL, tie_word_embeddings=tied, rope_parameters=rope)
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(path, max_shard_size="5GB" if tied else "200KB")
+    ids = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    ids |= {f"<{i}>": i for i in range(len(ids), SMALL["vocab_size"])}
+    tokenizer = Tokenizer(models.BPE(ids, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return model
+
+
+@pytest.fixture(scope="module", params=["tied", "untied, sharded files, llama3 rope"])
+def small(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
+    """A random model on disk, and in transformers."""
+    path = tmp_path_factory.mktemp("model")
+    tied = request.param == "tied"
+    model = save_small(path, tied=tied)
+    assert (path / "model.safetensors.index.json").exists() != tied
+    return path, model
+
+
+@pytest.fixture(scope="module")
+def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model on disk."""
+    path = tmp_path_factory.mktemp("model")
+    save_small(path, tied=True)
+    return path
+
+
+@worlds("cpu:1", "cpu:2", "cpu:4")
+def test_small_model_equals_transformers(ranks: Ranks, small: tuple[Path, Any]) -> None:
+    """Mistakes in the parts that ranks read, in uneven vocabularies and in padding change ids."""
+    path, model = small
+    params = greedy(len(SMALL_PROMPTS))
+    results = ranks.run(decode_prompts, path, SMALL_PROMPTS, params, max_num_reqs=3)
+    assert all(texts == results[0] for texts in results)
+    assert_greedy(model, SMALL_PROMPTS, results[0], SMALL_EOS)
+
+
+@worlds("cpu:2")
+def test_batching_changes_no_text(ranks: Ranks, small_path: Path) -> None:
+    """A request draws the same tokens alone as among others that come and go."""
+    params = SamplingParams(temperature=1.5, top_p=0.9, seed=5).spawn(len(SMALL_PROMPTS))
+    together = ranks.run(decode_prompts, small_path, SMALL_PROMPTS, params, max_num_reqs=2)[0]
+    alone = [
+        ranks.run(decode_prompts, small_path, [prompt], [own], max_num_reqs=1)[0][0]
+        for prompt, own in zip(SMALL_PROMPTS, params, strict=True)
+    ]
+    assert together == alone
+
+
+def test_parts_of_a_gguf_file_are_parts_of_the_whole(default: weights.Checkpoint) -> None:
+    """Columns are quantised in blocks of 32, rows of queries are permuted within heads."""
+    for name, rows, cols in [
+        ("model.layers.3.mlp.down_proj.weight", slice(5, 9), slice(384, 768)),
+        ("model.layers.3.mlp.down_proj.weight", slice(None), slice(10, 77)),
+        ("model.layers.0.self_attn.q_proj.weight", slice(64, 192), slice(None)),
+        ("model.embed_tokens.weight", slice(49000, 49152), slice(None)),
+        ("model.norm.weight", slice(None), slice(None)),
+    ]:
+        whole, part = default.read(name), default.read(name, rows, cols)
+        assert torch.equal(part, whole[rows, cols] if whole.ndim == 2 else whole)
+
+
+def test_rotary_rows_of_a_gguf_file_are_put_back(default: weights.Checkpoint) -> None:
+    """The inverse of what the converter does: it makes the halves of a head neighbours."""
+    weight_KH = default.read("model.layers.7.self_attn.k_proj.weight")
+    tensors = {t.name: t for t in weights._Reader(weights.find_default_model()).tensors}
+    tensor = tensors["blk.7.attn_k.weight"]
+    permuted_KH = weight_KH.view(3, 2, 32, 576).transpose(1, 2).reshape(192, 576)
+    assert np.array_equal(permuted_KH.numpy(), dequantize(tensor.data, tensor.tensor_type))
+
+
+def write_gguf(path: Path, **fields: object) -> Path:
+    """A GGUF file of metadata alone."""
+    writer = GGUFWriter(path, "llama")
+    for key, value in fields.items():
+        key = key.replace("__", ".")
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_the_quick_reader_reads_what_the_library_reads(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "x.gguf",
+        words=["a", "", "\u00e9\u4e16", " b c"],
+        numbers=[3, -1, 7],
+        floats=[0.5, 2.0],
+        after="end",
+        one=1,
+    )
+    ours, theirs = weights._Reader(path).fields, GGUFReader(path).fields
+    assert list(ours) == list(theirs)
+    for key, field in theirs.items():
+        assert ours[key].contents() == field.contents(), key
+
+
+# Byte-pair encoding by the book.
+SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+TEXTS = [
+    "The capital of France is",
+    "  two  spaces, a tab\t and\n\nlines \n",
+    "In 1984 pi was 3.14159, or 22/7; 1e-10",
+    "don't I'll we've IT'S",
+    "na\u00efve caf\u00e9 \u65e5\u672c\u8a9e \u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+    "\u0661\u0662\u0663 \u00bd \u2167 x\u00b2",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1eb\U0001f1f7!",
+    "\x00\x7f\u00a0\ufeff",
+    "def f(x):\n    return x**2  # \u2264",
+]
+
+
+def byte_characters() -> dict[int, str]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def encode_by_the_book(text: str, ids: dict[str, int], ranks: dict[str, int]) -> list[int]:
+    characters = byte_characters()
+    encoded = []
+    for part in regex.split(r"(\p{N})", text):
+        for piece in regex.findall(SPLIT, part):
+            symbols = [characters[byte] for byte in piece.encode()]
+            while pairs := [
+                (ranks[pair], i)
+                for i, pair in enumerate(map(" ".join, pairwise(symbols)))
+                if pair in ranks
+            ]:
+                _, i = min(pairs)
+                symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
+            encoded += [ids[symbol] for symbol in symbols]
+    return encoded
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> tuple[dict[str, int], dict[str, int]]:
+    """Ids of tokens and ranks of merges of the default model."""
+    fields = weights._Reader(weights.find_default_model()).fields
+    tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
+    return {t: i for i, t in enumerate(tokens)}, {m: i for i, m in enumerate(merges)}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokenizer_encodes_by_the_book(
+    default: weights.Checkpoint, vocabulary: tuple[dict[str, int], dict[str, int]], text: str
+) -> None:
+    token_ids = default.tokenizer.encode(text)
+    assert token_ids == encode_by_the_book(text, *vocabulary)
+    assert default.tokenizer.decode(token_ids) == text
+
+
+def test_special_tokens_are_single_ids(default: weights.Checkpoint) -> None:
+    tokenizer = default.tokenizer
+    token_ids = tokenizer.encode("<|im_start|>a<|im_end|>")
+    assert token_ids == [1, *tokenizer.encode("a"), 2]
+    assert tokenizer.decode(token_ids) == "a"
+    assert tokenizer.eos_token_ids == {0, 2}
+
+
+def test_chat_template_is_the_models(default: weights.Checkpoint) -> None:
+    tokenizer = default.tokenizer
+    token_ids = tokenizer.encode("Hi", chat=True)
+    message = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert token_ids[-len(message) :] == message
+    assert tokenizer.decode(token_ids).startswith("system\nYou are a helpful AI assistant")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_streamed_text_is_the_text(default: weights.Checkpoint, text: str) -> None:
+    """No piece splits a character, though tokens do."""
+    token_ids = default.tokenizer.encode(text)
+    stream = default.tokenizer.stream()
+    pieces = [stream.push(token_id) for token_id in token_ids]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) + stream.finish(token_ids) == text == stream.text
+
+
+def test_a_character_cut_short_is_shown_at_the_end(default: weights.Checkpoint) -> None:
+    token_ids = default.tokenizer.encode("a\U0001f469")[:-1]
+    stream = default.tokenizer.stream()
+    assert "".join(map(stream.push, token_ids)) == "a"
+    assert stream.finish(token_ids) == "\ufffd"
+
+
+def test_lines_are_whole_words_of_one_text() -> None:
+    """Without a terminal, texts that grow together come as lines that say whose they are."""
+    out = io.StringIO()
+    display = LineDisplay(Console(file=out, width=80))
+    words = [f"word{i} " for i in range(20)]
+    display.begin(0, "Once ")
+    display.begin(1, "Twice ")
+    for word in words:
+        display.write(0, word)
+        display.write(1, word[:3])
+        display.write(1, word[3:])
+    display.write(0, "\n\n[bold]end[/]")
+    display.end(0)
+    display.end(1)
+    lines = out.getvalue().splitlines()
+    own = [[line[4:] for line in lines if line.startswith(f"[{i}] ")] for i in (0, 1)]
+    assert sum(map(len, own)) == len(lines)
+    assert " ".join(own[0]).split() == ["Once", *map(str.strip, words), "[bold]end[/]"]
+    assert " ".join(own[1]).split() == ["Twice", *map(str.strip, words)]
+    assert max(map(len, lines)) < 80
+
+
+def error_of(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What decode.py says before any rank talks to another."""
+    monkeypatch.setattr(sys, "argv", ["decode.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as raised:
+        script.main()
+    return str(raised.value)
+
+
+def test_bad_arguments_are_refused(
+    monkeypatch: pytest.MonkeyPatch, small_path: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    cases: list[tuple[list[object], str]] = [
+        (["--top-p", 3], "top_p must be"),
+        (["--temperature", -1], "temperature must be"),
+        (["--seed", -1], "seed must be"),
+        (["a", " "], "prompt 1 is empty"),
+        (["a" * 250], "prompt 0 has 250 tokens, and 32 new ones: more than the model's .* 256"),
+        (["--prompt-file", tmp_path / "none"], "no prompt file"),
+        (["--prompt-file", empty], "no prompt in"),
+        (["--chat", "a"], "the model has no chat template"),
+    ]
+    for arguments, message in cases:
+        error = error_of("--model", small_path, *arguments, monkeypatch=monkeypatch)
+        assert re.search(message, error), error
+    assert "expected a GGUF file or a Hug" in error_of("--model", "none", monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--max-new-tokens 0", "--max-num-reqs 0", "--exchange ring", "--dtype int8", "--top-k x"],
+)
+def test_bad_options_are_refused(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error_of(*arguments.split(), monkeypatch=monkeypatch) == "2"
+    assert f"argument {arguments.split()[0]}: " in capsys.readouterr().err
+
+
+def test_models_of_other_kinds_are_refused(tmp_path: Path, small_path: Path) -> None:
+    (tmp_path / "text.gguf").write_text("GG")
+    write_gguf(tmp_path / "other.gguf", llama__expert_count=8)
+    settings = json.loads((small_path / "config.json").read_text())
+    for name, changes in {
+        "mixture": {"model_type": "mixtral"},
+        "biased": {"attention_bias": True},
+        "stretched": {"rope_parameters": {"rope_type": "yarn"}},
+        "deeper": {"num_hidden_layers": 4},
+        "shallower": {"num_hidden_layers": 1},
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(settings | changes))
+        (tmp_path / name / "model.safetensors").symlink_to(small_path / "model.safetensors")
+    (tmp_path / "empty").mkdir()
+    for name, message in {
+        "text.gguf": "is no GGUF file",
+        "other.gguf": "other.gguf ",
+        "mixture": "must have model_type = 'llama', got 'mixtral'",
+        "biased": "must have attention_bias = False, got True",
+        "stretched": "must have rope_type = 'default' or 'llama3', got 'yarn'",
+        "deeper": "lacks tensors: model.layers.3",
+        "shallower": "has unsupported tensors: model.layers.1",
+        "empty": "config.json cannot be read",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            weights.open_checkpoint(tmp_path / name)
+
+
+def test_too_many_ranks_are_refused(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "40")
+    error = error_of("--model", small_path, monkeypatch=monkeypatch)
+    assert "40 ranks are too many for a vocabulary of 1003" in error
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    error = error_of("--model", small_path, monkeypatch=monkeypatch)
+    assert "4 ranks need a GPU each, found 2" in error
+
+
+def run(*command: object) -> tuple[str, str]:
+    """What a command prints on stdout and stderr; it must end well."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout, process.stderr
+
+
+@worlds("cpu:1")
+def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> None:
+    """One object on stdout; all exchanges agree; the tokens are those of a single rank."""
+    prompts = ["abc", "Hello", "x"]
+    (tmp_path / "prompts").write_text("\n".join(prompts))
+    arguments: list[object] = ["--model", small_path, "--prompt-file", tmp_path / "prompts"]
+    arguments += ["--max-num-reqs", 2, "--max-new-tokens", NEW_TOKENS, "--json", "--compare"]
+    arguments += ["--temperature", 1.5, "--top-k", 40, "--seed", 9]
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    stdout, stderr = run(*torchrun, DECODE, *arguments)
+    report = json.loads(stdout)
+    params = SamplingParams(temperature=1.5, top_k=40, seed=9).spawn(3)
+    ids = [request["prompt_token_ids"] for request in report["requests"]]
+    expected = ranks.run(decode_prompts, small_path, ids, params, max_num_reqs=2)[0]
+    assert [request["token_ids"] for request in report["requests"]] == expected
+    assert [request["prompt"] for request in report["requests"]] == prompts
+    assert all(request["text"] for request in report["requests"])
+    figures = report["figures"]
+    assert figures["ranks"] == 2
+    assert figures["tokens"] == sum(map(len, expected))
+    assert set(figures["step_ms"]) >= {"model", "exchange", "draw", "gather", "total"}
+    assert figures["tokens_per_second"] > 0 < figures["wire_bytes"]
+    assert 0 < figures["logits_bytes"] <= figures["replicated_logits_bytes"]
+    assert "[0] abc" in stderr
+
+
+def test_one_process(small_path: Path) -> None:
+    """Without torchrun: texts in lines, then the figures."""
+    stdout, _ = run(DECODE, "--model", small_path, "Hello", "--max-new-tokens", 3)
+    assert stdout.startswith("[0] Hello")
+    assert "tokens/s" in stdout
+
+
+@pytest.fixture
+def long_run(small_path: Path, tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two ranks in mid-decode, with no launcher that would end one for the other."""
+    (tmp_path / "prompts").write_text("Hello\n" * 20000)
+    command = [DECODE, "--model", small_path, "--prompt-file", tmp_path / "prompts"]
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-u", *map(str, command)],
+                stdout=file,
+                stderr=file,
+                env=os.environ | group | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(2)
+        ]
+    try:
+        while "[0] Hello" not in output.read_text():
+            assert [rank.poll() for rank in ranks] == [None, None], output.read_text()
+            time.sleep(0.1)
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_lost_ends_the_others(
+    long_run: list[subprocess.Popen[bytes]], how: signal.Signals
+) -> None:
+    """Within a minute, by themselves."""
+    first, second = long_run
+    second.send_signal(how)
+    assert first.wait(timeout=60) != 0
