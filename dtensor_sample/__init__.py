@@ -1,5 +1,6 @@
 """Sampling under tensor parallelism: DTensor in, tokens out."""
 
+from dtensor_sample.draft.ngram import ngram_drafts
 from dtensor_sample.draft.sampler import DraftSampler
 from dtensor_sample.exchange import EXCHANGES
 from dtensor_sample.functional import sample
@@ -23,6 +24,7 @@ __all__ = [
     "SamplingParams",
     "SamplingState",
     "ShardPlan",
+    "ngram_drafts",
     "replicated",
     "sample",
     "vocab_sharded",

@@ -6,9 +6,11 @@ import torch
 
 from dtensor_sample.exchange import Exchange
 from dtensor_sample.ops import BINS
-from dtensor_sample.output import RESULT_COLUMNS
+from dtensor_sample.output import RESULT_COLUMNS, VERIFIED_COLUMNS
 from dtensor_sample.params import Filters
 from dtensor_sample.threshold import LEVELS
+
+INTEGER_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -38,28 +40,86 @@ def cost_of(
     ring, and for top-k and for top-p one histogram of 256 integers a row per 8 bits of the logits'
     dtype.
     """
-    P, item, integer = exchange.axis.size, dtype.itemsize, 8
+    if exchange.axis.size == 1 or num_rows == 0:
+        return Cost(0, 0, ())
+    received, steps = _place(exchange, num_rows, vocab_size, dtype)
+    if exchange.name == "vocab":
+        steps += _weigh(exchange.axis.size, num_rows, filters, dtype)
+    return _sum(received, [*steps, _settle(exchange, num_rows * RESULT_COLUMNS)])
+
+
+def cost_of_verifying(
+    exchange: Exchange,
+    num_rows: int,
+    num_requests: int,
+    K: int,
+    vocab_size: int,
+    filters: Filters,
+    dtype: torch.dtype,
+    draft_dtype: torch.dtype | None,
+    method: str,
+) -> Cost:
+    """The cost of verifying up to K drafts of each of `num_requests` requests, padding included.
+
+    As `cost_of`, with K + 5 integers a request for results. Under `vocab` also, for each of the
+    requests' K places: what `cost_of` counts for a row of draft logits, unless all drafts are
+    one-hot; 2 integers in a ring, the drafted tokens' weights; and 1 to each other rank, the
+    residual mass. The "standard" method needs the latter once a request.
+    """
+    P, places = exchange.axis.size, num_requests * K
     if P == 1 or num_rows == 0:
         return Cost(0, 0, ())
-    shard = num_rows * -(-vocab_size // P) * item
-    result = num_rows * RESULT_COLUMNS * integer
-    gather, ring = P - 1, 2 * (P - 1) / P
-    steps: list[tuple[str, float]]
+    received, steps = _place(exchange, num_rows, vocab_size, dtype)
+    if exchange.name == "vocab":
+        steps += _weigh(P, num_rows, filters, dtype)
+        if draft_dtype is not None:
+            steps += _weigh(P, places, filters, draft_dtype)
+        steps += [_all_reduce(P, places * 2)]
+        steps += [_all_gather(P, places if method == "block" else num_requests)]
+    results = num_requests * (K + 1 + VERIFIED_COLUMNS)
+    return _sum(received, [*steps, _settle(exchange, results)])
+
+
+Step = tuple[str, float]
+"""A collective, and the bytes that it makes this rank send."""
+
+
+def _place(
+    exchange: Exchange, num_rows: int, vocab_size: int, dtype: torch.dtype
+) -> tuple[int, list[Step]]:
+    """Bytes received into a buffer, and the collective, that bring logits to where they go."""
+    P = exchange.axis.size
+    shard = num_rows * -(-vocab_size // P) * dtype.itemsize
     if exchange.name == "batch":
-        steps = [("all_to_all", shard * (P - 1) / P), ("all_gather", gather * result / P)]
-        received = shard
-    elif exchange.name == "replicate":
-        steps = [("all_gather", gather * shard), ("all_gather", gather * result)]
-        received = P * shard
-    else:
-        histograms = LEVELS[dtype] * (filters.top_k + filters.top_p)
-        steps = [
-            ("all_gather", gather * num_rows * 2 * integer),
-            *[("all_reduce", ring * num_rows * BINS * integer)] * histograms,
-            ("all_gather", gather * num_rows * integer),
-            ("all_reduce", ring * result),
-        ]
-        received = 0
+        return shard, [("all_to_all", shard * (P - 1) / P)]
+    if exchange.name == "replicate":
+        return P * shard, [("all_gather", (P - 1) * shard)]
+    return 0, []
+
+
+def _weigh(P: int, rows: int, filters: Filters, dtype: torch.dtype) -> list[Step]:
+    """Peaks, histograms and masses of rows whose vocabulary is sharded."""
+    histograms = [_all_reduce(P, rows * BINS)] * LEVELS[dtype] * (filters.top_k + filters.top_p)
+    return [_all_gather(P, rows * 2), *histograms, _all_gather(P, rows)]
+
+
+def _settle(exchange: Exchange, integers: int) -> Step:
+    """Results of all requests to every rank."""
+    P = exchange.axis.size
+    if exchange.name == "vocab":
+        return _all_reduce(P, integers)
+    return _all_gather(P, integers / P if exchange.name == "batch" else integers)
+
+
+def _all_gather(P: int, integers: float) -> Step:
+    return "all_gather", (P - 1) * integers * INTEGER_BYTES
+
+
+def _all_reduce(P: int, integers: float) -> Step:
+    return "all_reduce", 2 * (P - 1) / P * integers * INTEGER_BYTES
+
+
+def _sum(received: int, steps: list[Step]) -> Cost:
     return Cost(
         wire_bytes=round(sum(sent for _, sent in steps)),
         buffer_bytes=received,

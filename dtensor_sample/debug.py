@@ -8,7 +8,6 @@ mistake raises on all of them at once instead of leaving the others in a collect
 import hashlib
 import os
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,7 +52,7 @@ def agree(axis: Axis, device: torch.device, error: ValueError | None, **replicat
 
 def _digest(value: object) -> int:
     if isinstance(value, Tensor):
-        raw = np.ascontiguousarray(value.detach().cpu().view(torch.uint8)).tobytes()
+        raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         value = (tuple(value.shape), value.dtype, hashlib.blake2b(raw).hexdigest())
     digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
+from dtensor_sample import check
+
 EXCHANGES = ("batch", "vocab", "replicate")
 """The names of the exchanges; "auto" picks one of them."""
 
@@ -225,6 +227,4 @@ def exchange_of(name: str, axis: Axis) -> Exchange:
 
 def check_exchange(name: object) -> str:
     """`name` if it is an exchange or "auto"; ValueError otherwise."""
-    if name not in (*EXCHANGES, "auto"):
-        raise ValueError(f"exchange must be one of {(*EXCHANGES, 'auto')}, got {name!r}")
-    return str(name)
+    return check.one_of("exchange", name, (*EXCHANGES, "auto"))

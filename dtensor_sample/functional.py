@@ -2,15 +2,22 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtensor_sample import ops
+from dtensor_sample import check, ops
 from dtensor_sample.debug import agree, debug_by_default
 from dtensor_sample.exchange import check_exchange, exchange_of
 from dtensor_sample.layout import Layout, layout_of
-from dtensor_sample.params import BatchedParams, RowParams, SamplingParams
+from dtensor_sample.params import (
+    BatchedParams,
+    RowParams,
+    SamplingParams,
+    batch_of,
+    check_params,
+)
 from dtensor_sample.random import TARGET
 from dtensor_sample.sampler import draw
 
@@ -35,13 +42,15 @@ def sample(
 
     Args:
         logits: DTensor [..., V] (float32, bfloat16, float16), on the axis Shard(-1) or Replicate();
-            wrap plain tensors by `vocab_sharded` or `replicated`. Other mesh axes keep their rows.
+            wrap plain tensors by `vocab_sharded` or `replicated`. Where another mesh axis shards
+            rows, each of its ranks samples its own: [...] below is this rank's part.
         params: for all rows, or one for each, in row order.
-        position: of the token to draw in its own sequence, >= 0: for all rows or [...].
+        position: of the token to draw in its own sequence, in [0, 2**63): for all rows or [...]
+            int64.
         vocab_size: V without padding: ids from here on are never drawn. Default: the last dim.
         axis: name of the mesh dimension to sample over.
         exchange: "batch", "vocab", "replicate" or "auto"; the tokens are the same under each.
-        base_seed: in [0, 2**64): row i without a seed draws from the stream of (base_seed, i);
+        base_seed: in [0, 2**64): row i of all without a seed draws from stream (base_seed, i);
             change it between calls, or the position. With BatchedParams it is given to `batch`
             instead.
 
@@ -55,32 +64,28 @@ def sample(
     Example:
         >>> tokens = sample(logits, SamplingParams(top_p=0.9, seed=1), position=7)  # doctest: +SKIP
     """
-    layout: Layout | None = None
-    error = None
+    layout = layout_of(logits, axis=axis, vocab_size=vocab_size)
+    rows, device, error = layout.local_Tv.shape[0], layout.local_Tv.device, None
     try:
-        layout = layout_of(logits, axis=axis, vocab_size=vocab_size)
         chosen = exchange_of(check_exchange(exchange), layout.axis)
-        rows, device = layout.local_Tv.shape[0], layout.local_Tv.device
-        batched = _batched(params, rows, device, base_seed)
+        batched = _batched(params, layout, base_seed)
         position_T = _positions(position, layout.lead, device)
     except ValueError as refused:
         error = refused
-    if debug_by_default() and layout is not None:
-        given = position_T if error is None else None
+    if debug_by_default():
+        ok = error is None
         agree(
             layout.axis,
-            layout.local_Tv.device,
+            device,
             error,
-            params=params,
-            position=given,
-            exchange=exchange,
-            vocab_size=vocab_size,
-            base_seed=base_seed,
-            shape=logits.shape,
+            logits=(layout.lead, layout.width, layout.vocab_size, logits.dtype),
+            params=ok and batched.table,
+            filters=ok and batched.filters,
+            position=ok and position_T,
+            exchange=ok and chosen.name,
         )
-    if error is not None:
+    elif error is not None:
         raise error
-    assert layout is not None
 
     ranks = layout.axis.size
     chunk = -(-rows // ranks)
@@ -95,10 +100,11 @@ def sample(
 
 def _batched(
     params: SamplingParams | Sequence[SamplingParams] | BatchedParams,
-    rows: int,
-    device: torch.device,
+    layout: Layout,
     base_seed: int,
 ) -> BatchedParams:
+    """One packed row of parameters for each local row of logits."""
+    rows, device = layout.local_Tv.shape[0], layout.local_Tv.device
     if isinstance(params, BatchedParams):
         if base_seed != 0:
             raise ValueError(
@@ -106,18 +112,16 @@ def _batched(
                 f"got {base_seed!r}"
             )
         batched = params
-    elif isinstance(params, SamplingParams):
-        batched = SamplingParams.batch([params] * rows, device, base_seed=base_seed)
-    elif isinstance(params, Sequence):
-        batched = SamplingParams.batch(params, device, base_seed=base_seed)
     else:
+        listed = [params] * rows if isinstance(params, SamplingParams) else check_params(params)
+        if len(listed) != rows:
+            raise ValueError(f"params must be one for each of {rows} rows, got {len(listed)}")
+        base_seed = check.seed_bits("base_seed", base_seed)
+        batched = batch_of(listed, device, base_seed, layout.row_numbers)
+    if (len(batched.table), batched.table.device) != (rows, device):
         raise ValueError(
-            "params must be SamplingParams, a sequence of them or BatchedParams, "
-            f"got {type(params).__name__}"
-        )
-    if batched.table.shape[0] != rows:
-        raise ValueError(
-            f"params must be one for each of {rows} rows, got {batched.table.shape[0]}"
+            f"params must be one for each of {rows} rows on {device}, got {len(batched.table)} on "
+            f"{batched.table.device}"
         )
     return batched
 
@@ -126,17 +130,23 @@ def _positions(
     position: int | Sequence[int] | Tensor, lead: torch.Size, device: torch.device
 ) -> Tensor:
     """[T] int64 on the device. Values of a device tensor are clamped later, others checked."""
-    if not isinstance(position, Tensor):
+    if isinstance(position, Tensor) and not isinstance(position, DTensor):
+        if position.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"position must be int64, got {position.dtype}")
+        on_host = position.is_cpu and not torch.compiler.is_compiling()
+        if on_host and position.numel() and (low := int(position.min())) < 0:
+            raise ValueError(f"position must be >= 0, got {low}")
+    else:
         try:
-            position = torch.as_tensor(position)
-        except (TypeError, ValueError, RuntimeError):
-            raise ValueError(f"position must be integers, got {position!r}") from None
-    if (position.dtype.is_floating_point or position.dtype == torch.bool) and position.numel():
-        raise ValueError(f"position must be integers, got {position.dtype}")
+            numbers = np.asarray(position)
+        except ValueError:  # nested lists of unequal lengths
+            numbers = np.asarray("ragged")
+        whole = numbers.size == 0 or numbers.dtype.kind in "iu"
+        if not whole or ((numbers < 0) | (numbers > check.INT64_MAX)).any():
+            raise ValueError(f"position must be integers in [0, 2**63), got {position!r}")
+        position = torch.from_numpy(numbers.astype(np.int64))
     if position.ndim and position.shape != lead:
         raise ValueError(
             f"position must be one integer or have shape {list(lead)}, got {list(position.shape)}"
         )
-    if position.device.type == "cpu" and (position < 0).any():
-        raise ValueError(f"position must be >= 0, got {int(position.min())}")
     return position.to(device, torch.int64).expand(lead).reshape(-1)

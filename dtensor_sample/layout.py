@@ -1,20 +1,24 @@
 """What forms logits may come in, and what they mean on the sampling axis.
 
 A local vocabulary shard and a full replica look alike as plain tensors, so a plain tensor is
-refused: the caller says which it is by `vocab_sharded` or `replicated`. Everything checked here is
-the same on every rank, so a refusal is too, and it comes before any collective.
+refused: the caller says which it is by `vocab_sharded` or `replicated`. A refusal comes before any
+collective and is the same on every rank, except where a local tensor has a wrong shape: a rank
+knows only its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
+from dtensor_sample import check
 from dtensor_sample.exchange import Axis
-from dtensor_sample.params import integer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,6 +37,8 @@ class Layout:
     """The sampling axis."""
     vocab_size: int
     """V: ids from here on do not exist."""
+    row_numbers: Sequence[int]
+    """[T]: which rows of the whole batch these are; other mesh axes may hold others."""
 
 
 def layout_of(logits: object, *, axis: str | None, vocab_size: int | None) -> Layout:
@@ -55,7 +61,7 @@ def layout_of(logits: object, *, axis: str | None, vocab_size: int | None) -> La
         raise ValueError("logits must have shape [..., vocab_size], got a scalar")
     last = logits.ndim - 1
     padded = logits.shape[last]
-    vocab_size = check_vocab_size(padded if vocab_size is None else vocab_size)
+    vocab_size = check.vocabulary(padded if vocab_size is None else vocab_size)
     if vocab_size > padded:
         raise ValueError(
             f"vocab_size must be <= the last dim of logits, {padded}, got {vocab_size}"
@@ -76,11 +82,34 @@ def layout_of(logits: object, *, axis: str | None, vocab_size: int | None) -> La
     sharded = isinstance(logits.placements[mesh_dim], Shard)
     width = -(-padded // place.size) if sharded else None
     lead, columns = local.shape[:-1], local.shape[-1]
-    return Layout(local.reshape(lead.numel(), columns), width, lead, place, vocab_size)
+    own = padded if width is None else max(0, min(width, padded - place.rank * width))
+    others = [p for dim, p in enumerate(logits.placements) if dim != mesh_dim]
+    shape = [*(logits.shape[:-1] if all(p.is_replicate() for p in others) else lead), own]
+    if list(local.shape) != shape:
+        raise ValueError(
+            f"logits must hold {shape} on rank {place.rank} to be {list(logits.shape)} in all, got "
+            f"{list(local.shape)}: give DTensor.from_local its shape, or use vocab_sharded"
+        )
+    numbers = _row_numbers(logits, lead)
+    return Layout(local.reshape(lead.numel(), columns), width, lead, place, vocab_size, numbers)
+
+
+def _row_numbers(logits: DTensor, lead: torch.Size) -> Sequence[int]:
+    """[T]: the places of this rank's rows among those of all mesh axes."""
+    if lead == logits.shape[:-1]:
+        return range(lead.numel())
+    _, offset = compute_local_shape_and_global_offset(
+        logits.shape, logits.device_mesh, logits.placements
+    )
+    index = np.indices(lead) + np.reshape(offset[:-1], (-1, *[1] * len(lead)))
+    number = np.ravel_multi_index(tuple(index), tuple(logits.shape[:-1]), mode="wrap")
+    numbers: list[int] = number.flatten().tolist()
+    return numbers
 
 
 def axis_index(mesh: DeviceMesh, axis: str | None) -> int:
     """The mesh dimension called `axis`; a mesh of one unnamed dimension needs no name."""
+    check.instance("mesh", mesh, DeviceMesh)
     names = mesh.mesh_dim_names
     if mesh.ndim == 1 and (axis is None or names is None):
         return 0
@@ -106,7 +135,7 @@ def vocab_sharded(local: Tensor, mesh: DeviceMesh, *, vocab_size: int, axis: str
     Raises:
         ValueError: a local width that neither layout has.
     """
-    vocab_size = check_vocab_size(vocab_size)
+    vocab_size = check.vocabulary(vocab_size)
     dim, local = axis_index(mesh, axis), _plain("local", local)
     ranks, rank, width = mesh.size(dim), mesh.get_local_rank(dim), local.shape[-1]
     chunk = -(-vocab_size // ranks)
@@ -131,14 +160,6 @@ def replicated(logits: Tensor, mesh: DeviceMesh, *, axis: str = "tp") -> DTensor
     """
     local = _plain("logits", logits)
     return _wrap(local, mesh, axis_index(mesh, axis), Replicate(), local.shape[-1])
-
-
-def check_vocab_size(vocab_size: object) -> int:
-    """`vocab_size` as an int in [1, 2**31)."""
-    number = integer("vocab_size", vocab_size)
-    if not 1 <= number < 1 << 31:
-        raise ValueError(f"vocab_size must be in [1, 2**31), got {number}")
-    return number
 
 
 def _plain(name: str, tensor: object) -> Tensor:

@@ -8,6 +8,9 @@ from torch import Tensor
 RESULT_COLUMNS = 3
 """Integers of a drawn row: token id (-1 if none), number of NaN logits, whether it failed."""
 
+VERIFIED_COLUMNS = 4
+"""Integers of a verified request after its tokens: sampled, rejected, NaN logits, failed."""
+
 
 @dataclass(frozen=True, eq=False)
 class SamplerOutput:
@@ -23,14 +26,13 @@ class SamplerOutput:
     """[B] int64: NaN logits in the request's rows."""
     failed: Tensor
     """[B] bool: no token was left to choose (all NaN or -inf): its token id is -1."""
-    logprobs: Tensor | None = None
-    """Log-probabilities, when asked for."""
 
     @staticmethod
     def of_verified(result_BW: Tensor) -> "SamplerOutput":
         """The output of a verified step, from what `verify` yields in batch order."""
-        sampled_B, rejected_B, nans_B, failed_B = result_BW[:, -4:].unbind(1)
-        return SamplerOutput(result_BW[:, :-4], sampled_B, rejected_B, nans_B, failed_B != 0)
+        sampled_B, rejected_B, nans_B, failed_B = result_BW[:, -VERIFIED_COLUMNS:].unbind(1)
+        token_ids = result_BW[:, :-VERIFIED_COLUMNS]
+        return SamplerOutput(token_ids, sampled_B, rejected_B, nans_B, failed_B != 0)
 
     @staticmethod
     def of_drawn(result_BW: Tensor, num_speculative_tokens: int) -> "SamplerOutput":

@@ -7,7 +7,6 @@ float64, and rounded once: no rank and no device computes it again.
 """
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,36 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtensor_sample import check
 from dtensor_sample.random import derive_seed
 
 GREEDY_TEMPERATURE = 1e-5
 TOP_P_ONE = 1 << 31
 """top_p as a fixed-point number of 31 fractional bits: this is 1, the filter off."""
-
-
-def integer(name: str, value: object) -> int:
-    """`value` as an int; ValueError for bools, floats and anything else that is not an integer."""
-    if isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name} must be an integer, got {value!r}") from None
-
-
-def _real(name: str, value: object, low: float, high: float) -> float:
-    expected = (
-        f"a finite number in [{low:g}, {high:g}]" if high < math.inf else "a finite number >= 0"
-    )
-    if isinstance(value, bool | np.bool_ | str):
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} must be {expected}, got {value!r}") from None
-    if not (math.isfinite(number) and low <= number <= high):
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-    return number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,12 +55,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Normalise and validate every field."""
         put = object.__setattr__
-        put(self, "temperature", _real("temperature", self.temperature, 0.0, math.inf))
-        put(self, "top_k", integer("top_k", self.top_k))
-        put(self, "top_p", _real("top_p", self.top_p, 0.0, 1.0))
-        put(self, "min_p", _real("min_p", self.min_p, 0.0, 1.0))
+        put(self, "temperature", check.real("temperature", self.temperature))
+        put(self, "top_k", check.integer("top_k", self.top_k))
+        put(self, "top_p", check.real("top_p", self.top_p, high=1.0))
+        put(self, "min_p", check.real("min_p", self.min_p, high=1.0))
         if self.seed is not None:
-            put(self, "seed", check_seed("seed", self.seed))
+            put(self, "seed", check.seed_bits("seed", self.seed))
 
     @property
     def greedy(self) -> bool:
@@ -103,8 +78,7 @@ class SamplingParams:
             >>> a.seed != b.seed
             True
         """
-        if (n := integer("n", n)) < 0:
-            raise ValueError(f"n must be >= 0, got {n}")
+        n = check.integer("n", n, low=0)
         if self.seed is None:
             return [self] * n
         return [replace(self, seed=derive_seed(self.seed, i, child=0)) for i in range(n)]
@@ -120,29 +94,16 @@ class SamplingParams:
             device: where the logits are.
             base_seed: in [0, 2**64); row i without a seed draws from the stream of (base_seed, i).
         """
-        base_seed = check_seed("base_seed", base_seed)
-        rows = [
-            pack(p, derive_seed(base_seed, i, child=1) if p.seed is None else p.seed)
-            for i, p in enumerate(check_params(params))
-        ]
-        table = torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, len(RowParams._fields)))
-        return BatchedParams(table.to(device), filters_of(params))
+        return batch_of(check_params(params), device, check.seed_bits("base_seed", base_seed))
 
 
-def check_params(params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
-    """Refuse anything but SamplingParams, naming the first entry that is not."""
-    for i, p in enumerate(params):
-        if not isinstance(p, SamplingParams):
-            raise ValueError(f"params[{i}] must be SamplingParams, got {type(p).__name__}: {p!r}")
-    return params
-
-
-def check_seed(name: str, seed: object) -> int:
-    """`seed` as an int in [0, 2**64)."""
-    number = integer(name, seed)
-    if not 0 <= number < 1 << 64:
-        raise ValueError(f"{name} must be in [0, 2**64), got {number}")
-    return number
+def check_params(params: object) -> list[SamplingParams]:
+    """A sequence of SamplingParams as a list, naming the first entry that is none."""
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise ValueError(
+            f"params must be a sequence of SamplingParams, got {type(params).__name__}"
+        )
+    return [check.instance(f"params[{i}]", p, SamplingParams) for i, p in enumerate(params)]
 
 
 class Filters(NamedTuple):
@@ -197,7 +158,7 @@ class RowParams(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchedParams:
     """Sampling parameters of a batch on a device, made by `SamplingParams.batch`."""
 
@@ -205,6 +166,22 @@ class BatchedParams:
     """[B, 6] int64, one packed row a request (see `RowParams`)."""
     filters: Filters
     """Which filters any of the requests uses."""
+
+
+def batch_of(
+    params: Sequence[SamplingParams],
+    device: torch.device | str,
+    base_seed: int,
+    rows: Sequence[int] | None = None,
+) -> BatchedParams:
+    """Checked parameters on a device; `rows` are their places in the batch, if not 0, 1, ..."""
+    rows = range(len(params)) if rows is None else rows
+    table = [
+        pack(p, derive_seed(base_seed, row, child=1) if p.seed is None else p.seed)
+        for row, p in zip(rows, params, strict=True)
+    ]
+    packed = torch.from_numpy(np.array(table, dtype=np.int64).reshape(-1, len(RowParams._fields)))
+    return BatchedParams(packed.to(device), filters_of(params))
 
 
 @lru_cache(maxsize=4096)
@@ -216,7 +193,7 @@ def pack(params: SamplingParams, seed: int) -> tuple[int, ...]:
     return (
         _float32_bits(math.log2(math.e) / temperature),
         _float32_bits(-math.inf if off else temperature * math.log(params.min_p)),
-        params.top_k if params.top_k > 0 and not greedy else (1 << 63) - 1,
+        min(params.top_k, check.INT64_MAX) if params.top_k > 0 and not greedy else check.INT64_MAX,
         TOP_P_ONE if greedy else round(params.top_p * TOP_P_ONE),
         seed - (1 << 64) if seed >= 1 << 63 else seed,
         int(greedy),

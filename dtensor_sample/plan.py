@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtensor_sample.cost import Cost, cost_of
+from dtensor_sample import check
+from dtensor_sample.cost import Cost, cost_of, cost_of_verifying
 from dtensor_sample.exchange import Exchange, Logits
-from dtensor_sample.layout import Layout, axis_index, layout_of
+from dtensor_sample.layout import DTYPES, Layout, axis_index, layout_of
 from dtensor_sample.params import Filters, RowParams
-from dtensor_sample.state import SamplingState
+from dtensor_sample.state import Request, SamplingState
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,6 +31,10 @@ class ShardPlan:
     """How this step's logits meet the sampler; `exchange.name` is its name."""
     slots: tuple[int, ...]
     """[B] in batch order."""
+    requests: tuple[Request, ...]
+    """[B] what was in each slot: a plan is refused once another request is."""
+    num_logits: tuple[int, ...]
+    """[B] rows of each request."""
     owners: tuple[int, ...]
     """[B] the rank that samples each request."""
     rows_per_rank: tuple[int, ...]
@@ -94,10 +99,12 @@ class ShardPlan:
         Raises:
             ValueError: too few rows, or another placement.
         """
-        if hidden.ndim != 2 or hidden.shape[0] < self.num_hidden_rows:
+        shape = check.instance("hidden", hidden, Tensor).shape
+        if isinstance(hidden, DTensor) and hidden.device_mesh.ndim > 1:
+            shape = hidden.to_local().shape  # other axes keep rows of their own
+        if len(shape) != 2 or shape[0] < self.num_hidden_rows:
             raise ValueError(
-                f"hidden must have shape [N, H] with N >= {self.num_hidden_rows}, "
-                f"got {list(hidden.shape)}"
+                f"hidden must have shape [N, H] with N >= {self.num_hidden_rows}, got {list(shape)}"
             )
         if not isinstance(hidden, DTensor):
             return hidden.index_select(0, self.logits_indices)
@@ -123,22 +130,36 @@ class ShardPlan:
         return DTensor.from_local(picked, own_mesh, [Replicate()], run_check=False)
 
     @torch.no_grad()
-    def place(self, logits: Tensor, state: SamplingState, *, most_rows: int) -> Logits:
+    def place(
+        self,
+        logits: Tensor,
+        state: SamplingState,
+        *,
+        most_rows: int,
+        error: ValueError | None = None,
+        **replicated: object,
+    ) -> Logits:
         """Logits of the selected rows -> this rank's view of what it samples.
+
+        Args:
+            logits: DTensor [num_rows, V].
+            state: the sampler's.
+            most_rows: how many rows of a request the sampler can take.
+            error: what the sampler's other arguments were refused for, if they were.
+            replicated: those arguments, for debug mode to compare.
 
         Raises:
             ValueError: logits of another shape, dtype, axis or placement than the plan's, a plan of
-                another state, or one with more rows a request than `most_rows`.
+                another state, or one with more rows a request than `most_rows`; or else `error`.
         """
-        error = layout = None
+        layout = None
         try:
             layout = self._check(logits, state, most_rows)
         except ValueError as refused:
             error = refused
         given = (getattr(logits, name, None) for name in ("shape", "dtype", "placements"))
-        state.agree(
-            error, plan=(self.slots, self.exchange.name, self.num_rows), logits=tuple(given)
-        )
+        plan = (self.slots, self.exchange.name, self.num_rows)
+        state.agree(error, plan=plan, logits=tuple(given), **replicated)
         assert layout is not None
         splits = [self.capacity] * state.axis.size
         return self.exchange.place(layout.local_Tv, splits, layout.width)
@@ -146,6 +167,9 @@ class ShardPlan:
     def _check(self, logits: Tensor, state: SamplingState, most_rows: int) -> Layout:
         if self.state is not state:
             raise ValueError("plan must be made for this sampler's state, got another state's")
+        for slot, request in zip(self.slots, self.requests, strict=True):
+            if state.request(slot) is not request:
+                raise ValueError(f"plan must be made after the request in slot {slot} was added")
         if self.max_rows_per_request > most_rows:
             raise ValueError(
                 f"plan must have at most {most_rows} rows a request for this sampler, "
@@ -153,7 +177,10 @@ class ShardPlan:
             )
         layout = layout_of(logits, axis=state.axis_name, vocab_size=state.vocab_size)
         if layout.axis != state.axis:
-            raise ValueError(f"logits must lie on the state's axis {state.axis}, got {layout.axis}")
+            raise ValueError(
+                f"logits must lie on the mesh of the state, axis {state.axis_name!r} with "
+                f"{state.axis.size} ranks: got another process group of {layout.axis.size}"
+            )
         if tuple(layout.lead) != (self.num_rows,):
             raise ValueError(
                 f"logits must have shape [{self.num_rows}, V], one row for each that plan.select "
@@ -172,9 +199,37 @@ class ShardPlan:
         if self.positions is None:
             self.state.positions.index_add_(0, self.batch_slots, num_sampled_B)
 
-    def cost(self, dtype: torch.dtype = torch.float32) -> Cost:
-        """Bytes and collectives of this step for logits of a dtype, on one rank."""
-        return cost_of(self.exchange, self.num_rows, self.state.vocab_size, self.filters, dtype)
+    def cost(
+        self,
+        dtype: torch.dtype = torch.float32,
+        *,
+        method: str | None = None,
+        draft_dtype: torch.dtype | None = None,
+    ) -> Cost:
+        """Bytes and collectives of this step, on one rank.
+
+        Args:
+            dtype: of the logits.
+            method: how drafts are verified; None: "block" if any request has more than one row, and
+                otherwise the step samples, or drafts, one token a request.
+            draft_dtype: of the draft logits; None: all drafts are one-hot. With `method` it matters
+                under `vocab` only.
+        """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {DTYPES}, got {dtype}")
+        shape = (self.state.vocab_size, self.filters, dtype)
+        if method is None and self.max_rows_per_request <= 1:
+            return cost_of(self.exchange, self.num_rows, *shape)
+        holders = self.state.axis.size if self.exchange.name == "batch" else 1
+        return cost_of_verifying(
+            self.exchange,
+            self.num_rows,
+            holders * self.request_capacity,
+            self.state.num_speculative_tokens,
+            *shape,
+            draft_dtype,
+            method or "block",
+        )
 
     def explain(self, dtype: torch.dtype = torch.float32) -> str:
         """Owners, bytes, memory and collectives of this step, as text."""

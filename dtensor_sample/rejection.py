@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from dtensor_sample import ops
+from dtensor_sample import check, ops
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.ops import ONE
 from dtensor_sample.output import SamplerOutput
@@ -48,6 +49,35 @@ class Drafts(NamedTuple):
     """Draft logits of the Q * K places, where drawn. None: all are one-hot."""
 
 
+class Places(NamedTuple):
+    """Target and draft side by side at G places, of which max(ratio * p - q, 0) is wanted."""
+
+    p: Weighed
+    """The target's distributions."""
+    q: Weighed
+    """The drafts', without tokens where they are one-hot."""
+    one_hot_G: Tensor
+    """int64, the id of which q is 1; -1 where it was drawn."""
+    ratio_G: Tensor
+    """int64 in units of 2**-60: what multiplies p."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The leading arguments of the residual ops."""
+        p, q = self.p, self.q
+        draft = (q.logits.x_NSv, q.logits.rows_R, q.peak_R, q.floor_R, q.scale_R, q.total_R)
+        return (*p.args, p.total_R, self.ratio_G, *draft, self.one_hot_G)
+
+    def spare(self, where: Exchange, V: int) -> Tensor:
+        """[G, P, PARTS] int64: the residual mass of each part of the vocabulary."""
+        return where.segments(ops.residual_mass(*self.args, V))
+
+    def at(self, index_Q: Tensor, wanted_Q: Tensor) -> "Places":
+        """Place `index` for each of Q where it is wanted, one without tokens elsewhere."""
+        p, q = (row.at(index_Q, wanted_Q) for row in (self.p, self.q))
+        return Places(p, q, self.one_hot_G[index_Q], self.ratio_G[index_Q])
+
+
 def verify(
     target: Logits,
     drafts: Drafts,
@@ -59,73 +89,44 @@ def verify(
     method: str,
 ) -> Tensor:
     """[Q, K + 5] int64: K + 1 tokens or -1, then num_sampled, num_rejected, NaN logits, failed."""
-    row_QJ, count_Q, token_QK, drawn_QK, lost_QK, draft_logits = drafts
-    (Q, J), K, device = row_QJ.shape, row_QJ.shape[1] - 1, row_QJ.device
-    step_J = torch.arange(J, device=device)
-    usable_QK = (step_J[:-1] < count_Q[:, None] - 1) & (token_QK >= 0) & (token_QK < V) & ~lost_QK
+    row_QJ, count_Q, token_QK = drafts[:3]
+    Q, K = token_QK.shape
+    step_J = torch.arange(K + 1, device=row_QJ.device)
+    start_Q, seed_Q, greedy_Q = (x[row_QJ[:, 0]] for x in (position_R, params.seed, params.greedy))
 
-    # The distributions of target and drafts, and the drafted tokens' probabilities under both.
+    # Both distributions at every place, and how many drafts can be accepted at all.
     p = weigh(target, params, filters, where, V)
-    row_G, token_G = row_QJ[:, :-1].flatten(), token_QK.flatten()
-    params_G = params.at(row_G)
-    p_G = p.at(row_G, usable_QK.flatten())
-    if draft_logits is None:
-        q_G = p_G.at(torch.arange(Q * K, device=device), torch.zeros_like(row_G, dtype=torch.bool))
-    else:
-        q_G = weigh(draft_logits, params_G, filters, where, V)
-    one_hot_G = torch.where(drawn_QK.flatten(), -1, token_G)
-    usable_QK &= ((one_hot_G >= 0) | (q_G.total_R > 0)).view(Q, K)
-    limit_Q = _leading(usable_QK)
-    weight_G, draft_weight_G = (where.total(ops.lookup(*d.args, token_G, V)) for d in (p_G, q_G))
-    p_QK = ops.probability(weight_G, p_G.total_R).view(Q, K)
-    q_QK = ops.probability(draft_weight_G, q_G.total_R)
-    q_QK = torch.where(one_hot_G >= 0, ONE, q_QK).view(Q, K)
+    places, p_QK, q_QK, limit_Q = _compare(p, drafts, params, filters, where, V)
 
-    # How many drafts pass.
-    start_Q, seed_Q = position_R[row_QJ[:, 0]], params.seed[row_QJ[:, 0]]
+    # How many drafts are.
     start_G, step_G = start_Q.repeat_interleave(K), step_J[:-1].repeat(Q)
-    coin_QK = ops.uniform(params_G.seed, start_G, step_G, COIN).view(Q, K)
-    ratio_QK = torch.full_like(p_QK, ONE)  # what multiplies p before each draft
+    coin_QK = ops.uniform(seed_Q.repeat_interleave(K), start_G, step_G, COIN).view(Q, K)
     if method == "block":
         joint_QK = ops.chain(p_QK, q_QK)
-        ratio_QK = pad(joint_QK[:, :-1], (1, 0), value=ONE)
-        spare_QK = (
-            _residual(p_G, q_G, ratio_QK.flatten(), one_hot_G, where, V).sum((1, 2)).view(Q, K)
-        )
-        spare_QK = pad(spare_QK[:, 1:], (0, 1))  # of the row after each draft
-        whole_QK = spare_QK + (ONE - joint_QK)
-        within_QK = (scaled(coin_QK, whole_QK) < spare_QK) | (whole_QK == 0)
-        at_end_QK = scaled(coin_QK, torch.full_like(joint_QK, ONE)) < joint_QK
-        passed_QK = torch.where(step_J[1:] == limit_Q[:, None], at_end_QK, within_QK)
-        passed_QK &= step_J[1:] <= limit_Q[:, None]
-        accepted_Q = (passed_QK * step_J[1:]).amax(1)
+        places = places._replace(ratio_G=pad(joint_QK[:, :-1], (1, 0), value=ONE).flatten())
+        spare_GPC = places.spare(where, V)
+        accepted_Q = _longest_prefix(joint_QK, spare_GPC.sum((1, 2)).view(Q, K), coin_QK, limit_Q)
     else:
-        accepted_Q = _leading(usable_QK & (scaled(coin_QK, q_QK) < p_QK))
-    greedy_Q = params.greedy[row_QJ[:, 0]]
-    agreeing_QK = usable_QK & (token_QK == p.argmax_R[row_QJ[:, :-1]])
-    accepted_Q = torch.where(greedy_Q, _leading(agreeing_QK), accepted_Q)
+        accepted_Q = torch.minimum(_leading(scaled(coin_QK, q_QK) < p_QK), limit_Q)
+    agreeing_Q = torch.minimum(_leading(token_QK == p.argmax_R[row_QJ[:, :-1]]), limit_Q)
+    accepted_Q = torch.where(greedy_Q, agreeing_Q, accepted_Q)
 
     # The token after them: from what the refused draft leaves of p, or else from p.
     end_Q = row_QJ.gather(1, accepted_Q[:, None])[:, 0]
-    place_Q = torch.arange(Q, device=device) * K + accepted_Q.clamp(max=K - 1)
+    place_Q = torch.arange(Q, device=row_QJ.device) * K + accepted_Q.clamp(max=K - 1)
     refused_Q = accepted_Q < limit_Q
     recover_Q = refused_Q & ~greedy_Q
-    p_Q, q_Q = p.at(end_Q, recover_Q), q_G.at(place_Q, recover_Q)
-    ends = (p_Q, q_Q, ratio_QK.flatten()[place_Q], one_hot_G[place_Q])
-    spare_QPC = _residual(*ends, where, V)
+    refused = places.at(place_Q, recover_Q)
+    spare_QPC = spare_GPC[place_Q] if method == "block" else refused.spare(where, V)
     recover_Q &= spare_QPC.sum((1, 2)) > 0
-    position_Q, zero_Q = start_Q + accepted_Q, torch.zeros_like(start_Q)
+    whole = p.at(end_Q, ~recover_Q & ~greedy_Q)
+    place_args = (seed_Q, start_Q + accepted_Q, torch.zeros_like(start_Q))
     uniform_Q = torch.where(
-        refused_Q,
-        ops.uniform(seed_Q, position_Q, zero_Q, RECOVERY),
-        ops.uniform(seed_Q, position_Q, zero_Q, TARGET),
+        refused_Q, ops.uniform(*place_args, RECOVERY), ops.uniform(*place_args, TARGET)
     )
-    whole_Q = p.at(end_Q, ~recover_Q & ~greedy_Q)
-    drawn_Q = ops.pick(*whole_Q.args, *whole_Q.aim(uniform_Q, where), V)
+    drawn_Q = ops.pick(*whole.args, *whole.aim(uniform_Q, where), V)
     start_QPC, point_Q = ops.aim(spare_QPC, uniform_Q)
-    recovered_Q = ops.residual_pick(
-        *_residual_args(*ends), where.own_segments(start_QPC), point_Q, V
-    )
+    recovered_Q = ops.residual_pick(*refused.args, where.own_segments(start_QPC), point_Q, V)
     token_Q = torch.where(recover_Q, recovered_Q, drawn_Q)
     token_Q = torch.where(greedy_Q, p.argmax_R[end_Q], token_Q)
 
@@ -137,21 +138,62 @@ def verify(
     return torch.cat([tokens_QJ, torch.stack(counts, 1)], 1)
 
 
+def _compare(
+    p: Weighed, drafts: Drafts, params: RowParams, filters: Filters, where: Exchange, V: int
+) -> tuple[Places, Tensor, Tensor, Tensor]:
+    """What decides about drafts, apart from coins.
+
+    Returns:
+        The Q * K places, with ratios of 1; [Q, K] the probabilities of the drafted tokens under p
+        and under q, in units of 2**-60; and [Q] how many drafts a request has before its block
+        ends: at the first that is no token, or whose p or q has none.
+    """
+    row_QJ, count_Q, token_QK, drawn_QK, lost_QK, logits = drafts
+    Q, K = token_QK.shape
+    row_G, token_G = row_QJ[:, :-1].flatten(), token_QK.flatten()
+    known_QK = (token_QK >= 0) & (token_QK < V) & ~lost_QK
+    known_QK &= torch.arange(1, K + 1, device=row_QJ.device) < count_Q[:, None]
+    p_G = p.at(row_G, known_QK.flatten())
+    if logits is None:
+        q_G = p_G.at(torch.arange(Q * K, device=row_QJ.device), torch.zeros_like(row_G) > 0)
+    else:
+        q_G = weigh(logits, params.at(row_G), filters, where, V)
+    one_hot_G = torch.where(drawn_QK.flatten(), -1, token_G)
+    usable_G = known_QK.flatten() & (p_G.total_R > 0) & ((one_hot_G >= 0) | (q_G.total_R > 0))
+    mine_G2 = torch.stack([ops.lookup(*row.args, token_G, V) for row in (p_G, q_G)], 1)
+    weight_G, draft_weight_G = where.total(mine_G2).unbind(1)
+    p_QK = ops.probability(weight_G, p_G.total_R).view(Q, K)
+    q_QK = ops.probability(draft_weight_G, q_G.total_R)
+    q_QK = torch.where(one_hot_G >= 0, ONE, q_QK).view(Q, K)
+    places = Places(p_G, q_G, one_hot_G, torch.full_like(token_G, ONE))
+    return places, p_QK, q_QK, _leading(usable_G.view(Q, K))
+
+
+def _longest_prefix(joint_QK: Tensor, spare_QK: Tensor, coin_QK: Tensor, limit_Q: Tensor) -> Tensor:
+    """[Q] int64: the length of the longest prefix that passes in block verification.
+
+    The prefix of the first i drafts passes with probability s / (s + 1 - r) for its joint ratio r
+    and the residual mass s of the place after it, and with r where there is no such place.
+
+    Args:
+        joint_QK: [Q, K] int64, joint ratios of the prefixes, in units of 2**-60.
+        spare_QK: [Q, K] int64, residual masses of all places, in the same units.
+        coin_QK: [Q, K] int64 in [0, 2**62).
+        limit_Q: [Q] int64, the longest prefix that may pass.
+    """
+    length_K = torch.arange(1, joint_QK.shape[1] + 1, device=joint_QK.device)
+    after_QK = pad(spare_QK[:, 1:], (0, 1))
+    whole_QK = after_QK + (ONE - joint_QK)
+    within_QK = (scaled(coin_QK, whole_QK) < after_QK) | (whole_QK == 0)
+    at_end_QK = scaled(coin_QK, torch.full_like(joint_QK, ONE)) < joint_QK
+    passed_QK = torch.where(length_K == limit_Q[:, None], at_end_QK, within_QK)
+    passed_QK &= length_K <= limit_Q[:, None]
+    return (passed_QK * length_K).amax(1)
+
+
 def _leading(passed_QK: Tensor) -> Tensor:
     """[Q] int64: how many entries pass before the first that does not."""
     return passed_QK.to(torch.int64).cumprod(1).sum(1)
-
-
-def _residual_args(p: Weighed, q: Weighed, ratio_R: Tensor, one_hot_R: Tensor) -> tuple[Any, ...]:
-    draft = (q.logits.x_NSv, q.logits.rows_R, q.peak_R, q.floor_R, q.scale_R, q.total_R)
-    return (*p.args, p.total_R, ratio_R, *draft, one_hot_R)
-
-
-def _residual(
-    p: Weighed, q: Weighed, ratio_R: Tensor, one_hot_R: Tensor, where: Exchange, V: int
-) -> Tensor:
-    """[R, P, PARTS] int64: the mass of max(ratio * p - q, 0) in each part of the vocabulary."""
-    return where.segments(ops.residual_mass(*_residual_args(p, q, ratio_R, one_hot_R), V))
 
 
 class RejectionSampler:
@@ -160,14 +202,18 @@ class RejectionSampler:
     Args:
         state: built with num_speculative_tokens >= 1.
         method: "standard" or "block"; block verification accepts at least as many in expectation.
+        compile: run `verify` under torch.compile.
     """
 
-    def __init__(self, state: SamplingState, *, method: str = "block") -> None:
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {METHODS}, got {method!r}")
+    def __init__(
+        self, state: SamplingState, *, method: str = "block", compile: bool = False
+    ) -> None:
+        check.instance("state", state, SamplingState)
+        check.one_of("method", method, METHODS)
         if state.num_speculative_tokens == 0:
             raise ValueError("state must have num_speculative_tokens >= 1 to verify drafts, got 0")
-        self.state, self.method = state, method
+        self.state, self.method, self.compiled = state, method, compile
+        self._verify = torch.compile(verify, fullgraph=True, dynamic=True) if compile else verify
 
     def __call__(
         self,
@@ -182,10 +228,11 @@ class RejectionSampler:
         Args:
             logits: DTensor [num_rows, V]: row j of a request is p of the token after its draft j.
             plan: a request with k drafts has k + 1 rows; made after its drafts were drawn.
-            draft_token_ids: [B, K] int64, the same on every rank. The first id outside the
-                vocabulary (-1) ends a request's block as if it had no more drafts.
-            one_hot: [B], whether each request's drafts were chosen rather than drawn. By default
-                those are drawn that `DraftSampler` drew since the last verification.
+            draft_token_ids: [B, K] int64, the same on every rank; as nested lists, some may be
+                shorter. The first id outside the vocabulary (-1) ends a request's block as if it
+                had no more drafts, and so does the first whose draft logits were not kept.
+            one_hot: [B] on the host, whether each request's drafts were chosen rather than drawn.
+                By default those are drawn that `DraftSampler` drew since the last step.
 
         Returns:
             In batch order, with num_rejected = rows - 1 - accepted. The drafts that the state kept
@@ -194,22 +241,30 @@ class RejectionSampler:
         Raises:
             ValueError: names the argument; on every rank alike, before any collective.
         """
-        state, K = self.state, self.state.num_speculative_tokens
-        drafts_BK = draft_ids(draft_token_ids, len(plan.slots), K, state.device)
-        state.drafts.check(plan)
-        first_rows = state.drafts.first_rows(plan.slots)
-        if one_hot is not None:
-            if len(one_hot) != len(plan.slots):
-                raise ValueError(f"one_hot must have {len(plan.slots)} entries, got {len(one_hot)}")
-            first_rows = [-1 if hot else row for row, hot in zip(first_rows, one_hot, strict=True)]
-        steps = [state.drafts.steps(slot) for slot in plan.slots]
-        target = plan.place(logits, state, most_rows=K + 1)
-        result_QW = verify(
+        state, error = self.state, None
+        drafts_BK, one_hot_B = torch.empty(0), [True]
+        try:
+            state.drafts.check(plan, logits)
+            drafts_BK = draft_ids(draft_token_ids, plan, state.num_speculative_tokens)
+            one_hot_B = self._one_hot(plan, one_hot)
+        except ValueError as refused:
+            error = refused
+        target = plan.place(
+            logits,
+            state,
+            most_rows=state.num_speculative_tokens + 1,
+            error=error,
+            draft_token_ids=drafts_BK,
+            one_hot=one_hot_B,
+        )
+        filters = plan.filters.coarse if self.compiled else plan.filters
+        run = self._verify if plan.slots else verify  # no rows: nothing worth compiling
+        result_QW = run(
             target,
-            self._grid(target, plan, drafts_BK, first_rows, steps),
+            self._grid(target, plan, drafts_BK, one_hot_B),
             plan.row_params(),
             plan.row_positions(),
-            plan.filters,
+            filters,
             plan.exchange,
             state.vocab_size,
             self.method,
@@ -219,13 +274,28 @@ class RejectionSampler:
         plan.advance(output.num_sampled)
         return output
 
+    def _one_hot(self, plan: ShardPlan, given: Sequence[bool] | None) -> list[bool]:
+        """[B]: whether each request's q is its draft tokens themselves."""
+        kept = [self.state.drafts.steps(slot) > 0 for slot in plan.slots]
+        if given is None:
+            return [not drawn for drawn in kept]
+        if not isinstance(given, Sequence):
+            raise ValueError(f"one_hot must be a sequence of bools, got {type(given).__name__}")
+        if len(given) != len(kept):
+            raise ValueError(f"one_hot must have {len(kept)} entries, got {len(given)}")
+        for i, (hot, drawn, slot) in enumerate(zip(given, kept, plan.slots, strict=True)):
+            if not isinstance(hot, bool):
+                raise ValueError(f"one_hot[{i}] must be a bool, got {hot!r}")
+            # One row has no drafts, and greedy requests ask for no q.
+            q_matters = plan.num_logits[i] > 1 and not self.state.request(slot).params.greedy
+            if q_matters and not (hot or drawn):
+                raise ValueError(
+                    f"one_hot[{i}] must be True, got False: no draft logits are kept of slot {slot}"
+                )
+        return [hot or not drawn for hot, drawn in zip(given, kept, strict=True)]
+
     def _grid(
-        self,
-        target: Logits,
-        plan: ShardPlan,
-        drafts_BK: Tensor,
-        first_rows: list[int],
-        steps: list[int],
+        self, target: Logits, plan: ShardPlan, drafts_BK: Tensor, one_hot_B: list[bool]
     ) -> Drafts:
         """The drafts of the requests here, and where the rows they belong to lie."""
         device, last_row = drafts_BK.device, plan.row_slots.shape[0] - 1
@@ -233,27 +303,37 @@ class RejectionSampler:
         step_J = torch.arange(drafts_BK.shape[1] + 1, device=device)
         row_QJ = (begin_Q[:, None] + step_J).clamp(max=last_row)
         request_Q = plan.row_requests[row_QJ[:, 0]]
-        kept_B2 = torch.tensor([first_rows, steps]).T.to(device, non_blocking=True)
-        first_Q, steps_Q = kept_B2[request_Q].unbind(1)
+        cache = self.state.drafts
+        first_B = [
+            -1 if h else cache.first_row(s) for s, h in zip(plan.slots, one_hot_B, strict=True)
+        ]
+        steps_B = [cache.steps(slot) for slot in plan.slots]
+        kept_2B = torch.tensor([first_B, steps_B], dtype=torch.int64)
+        first_Q, steps_Q = kept_2B.to(device, non_blocking=True)[:, request_Q].unbind(0)
         drawn_QK = (first_Q >= 0)[:, None].expand(-1, drafts_BK.shape[1])
         lost_QK = drawn_QK & (step_J[:-1] >= steps_Q[:, None])
         logits = None
-        if self.state.drafts.logits_MSw is not None and max(first_rows, default=-1) >= 0:
+        if cache.logits_MSw is not None and not all(one_hot_B):
             rows_QK = torch.where(drawn_QK & ~lost_QK, first_Q[:, None] + step_J[:-1], -1)
-            logits = Logits(self.state.drafts.logits_MSw, target.first_id_S[:1], rows_QK.flatten())
+            logits = Logits(cache.logits_MSw, target.first_id_S[:1], rows_QK.flatten())
         return Drafts(row_QJ, count_Q, drafts_BK[request_Q], drawn_QK, lost_QK, logits)
 
 
-def draft_ids(
-    draft_token_ids: Tensor | Sequence[Sequence[int]], B: int, K: int, device: torch.device
-) -> Tensor:
+def draft_ids(draft_token_ids: Tensor | Sequence[Sequence[int]], plan: ShardPlan, K: int) -> Tensor:
     """[B, K] int64 draft tokens on the device; ValueError for another shape or dtype."""
-    try:
-        drafts = torch.as_tensor(draft_token_ids)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"draft_token_ids must be integers, got {draft_token_ids!r}") from None
-    if drafts.dtype not in (torch.int64, torch.int32) and drafts.numel():
+    B, drafts = len(plan.slots), draft_token_ids
+    if isinstance(drafts, Sequence):
+        try:
+            padded = [[*row, *[-1] * (K - len(row))] for row in drafts]
+            drafts = torch.tensor(padded) if padded else torch.empty((0, K), dtype=torch.int64)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise ValueError(
+                f"draft_token_ids must be [{B}, {K}] integers, got {draft_token_ids!r}"
+            ) from None
+    if not isinstance(drafts, Tensor) or isinstance(drafts, DTensor):
+        raise ValueError(f"draft_token_ids must be a plain tensor, got {type(drafts).__name__}")
+    if drafts.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"draft_token_ids must be int64, got {drafts.dtype}")
     if drafts.shape != (B, K):
         raise ValueError(f"draft_token_ids must have shape [{B}, {K}], got {list(drafts.shape)}")
-    return drafts.to(device, torch.int64, non_blocking=True)
+    return drafts.to(plan.state.device, torch.int64, non_blocking=True)

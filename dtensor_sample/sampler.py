@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dtensor_sample import ops
+from dtensor_sample import check, ops
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams
@@ -27,7 +27,8 @@ class Sampler:
     """Draws one token for each request of a plan; `compile` runs `draw` under torch.compile."""
 
     def __init__(self, state: SamplingState, *, compile: bool = False) -> None:
-        self.state, self.compiled = state, compile
+        self.state = check.instance("state", state, SamplingState)
+        self.compiled = check.instance("compile", compile, bool)
         self._draw = torch.compile(draw, fullgraph=True, dynamic=True) if compile else draw
 
     def __call__(self, logits: Tensor, plan: ShardPlan) -> SamplerOutput:
@@ -36,7 +37,7 @@ class Sampler:
 
     def exchange(self, logits: Tensor, plan: ShardPlan) -> Logits:
         """The first of three steps: logits [num_rows, V] to where they are sampled."""
-        return plan.place(logits, self.state, most_rows=1)
+        return check.instance("plan", plan, ShardPlan).place(logits, self.state, most_rows=1)
 
     def draw(self, rows: Logits, plan: ShardPlan) -> Tensor:
         """The second: see `draw`."""
@@ -48,7 +49,8 @@ class Sampler:
         return run(rows, params, uniform_R, filters, plan.exchange, self.state.vocab_size)
 
     def gather(self, drawn_RW: Tensor, plan: ShardPlan) -> SamplerOutput:
-        """The third: results to every rank, in batch order; positions advance."""
+        """The third: results to every rank, in batch order; positions advance, drafts are void."""
+        self.state.drafts.forget(plan.slots)
         output = SamplerOutput.of_drawn(plan.settle(drawn_RW), self.state.num_speculative_tokens)
         plan.advance(output.num_sampled)
         return output

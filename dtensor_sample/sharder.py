@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtensor_sample import check
 from dtensor_sample.exchange import check_exchange, exchange_of
-from dtensor_sample.params import integer
+from dtensor_sample.params import filters_of
 from dtensor_sample.plan import ShardPlan
 from dtensor_sample.state import SamplingState
 
 Array = np.ndarray
+MOST_ROWS = 1 << 24
+"""More padding than that is a mistake."""
 POLICIES = ("balanced", "slot", "position")
 
 
@@ -68,10 +71,8 @@ class BatchSharder:
     """
 
     def __init__(self, state: SamplingState, *, owners: str = "balanced") -> None:
-        if owners not in POLICIES:
-            raise ValueError(f"owners must be one of {POLICIES}, got {owners!r}")
-        self.state = state
-        self.owners = owners
+        self.state = check.instance("state", state, SamplingState)
+        self.owners = check.one_of("owners", owners, POLICIES)
 
     def plan(
         self,
@@ -99,21 +100,28 @@ class BatchSharder:
             ValueError: names the argument; on every rank alike, before any collective. The state is
                 unchanged, so the next plan works.
         """
-        given = (slots, num_logits, query_start_loc, capacity, exchange, positions)
+        plan = error = None
         try:
-            plan, error = self._plan(*given), None
+            plan = self._plan(slots, num_logits, query_start_loc, capacity, exchange, positions)
         except ValueError as refused:
-            plan, error = None, refused
-        names = ("slots", "num_logits", "query_start_loc", "capacity", "exchange", "positions")
-        self.state.agree(
-            error,
-            **{name: _comparable(value) for name, value in zip(names, given, strict=True)},
-            owners=self.owners,
-            requests=None if plan is None else self.state.digest(plan.slots),
-        )
+            error = refused
+        self.state.agree(error, **self._replicated(plan))
         assert plan is not None
         self.state.upload()
         return plan
+
+    def _replicated(self, plan: ShardPlan | None) -> dict[str, object]:
+        """What must be the same on every rank, for debug mode; nothing where a plan was refused."""
+        return {
+            "slots": plan and plan.slots,
+            "num_logits": plan and plan.num_logits,
+            "hidden rows": plan and plan.logits_indices,
+            "capacity": plan and plan.capacity,
+            "exchange": plan and plan.exchange.name,
+            "owners": plan and plan.owners,
+            "positions": plan and plan.positions,
+            "requests": plan and self.state.digest(plan.slots),
+        }
 
     def _plan(
         self,
@@ -125,18 +133,18 @@ class BatchSharder:
         positions: Sequence[int] | Tensor | None,
     ) -> ShardPlan:
         state, axis = self.state, self.state.axis
-        slots = [state.check_slot(slot) for slot in host_integers("slots", slots_given)]
+        slots = check.integers("slots", slots_given, None, 0, state.max_num_reqs - 1)
         seen: set[int] = set()
         for slot in slots:
-            state.params_of(slot)
+            state.request(slot)
             if slot in seen:
                 raise ValueError(f"slots must be distinct, got {slot} more than once")
             seen.add(slot)
         B, K = len(slots), state.num_speculative_tokens
-        rows = bounded("num_logits", [1] * B if num_logits is None else num_logits, B, 1, K + 1)
-        exchange = exchange_of(
-            check_exchange(state.exchange if exchange_name is None else exchange_name), axis
-        )
+        given = [1] * B if num_logits is None else num_logits
+        rows = check.integers("num_logits", given, B, 1, K + 1)
+        name = state.exchange if exchange_name is None else exchange_name
+        exchange = exchange_of(check_exchange(name), axis)
         pinned = [state.drafts.pinned(slot, exchange) for slot in slots]
         owners = assign_owners(self.owners, slots, rows, pinned, state.drafts.room())
         slots_B, rows_B, owners_B = (np.array(a, dtype=np.int64) for a in (slots, rows, owners))
@@ -148,16 +156,12 @@ class BatchSharder:
         holder_B = owners_B if batch else np.zeros_like(owners_B)
         most_rows = int(np.bincount(holder_B, rows_B, holders).max())
         most_requests = int(np.bincount(holder_B, minlength=holders).max())
+        C, requests = most_rows, most_requests
         if capacity is not None:
             if not batch:
                 raise ValueError(f'capacity must be None except under "batch", got {capacity}')
-            if integer("capacity", capacity) < most_rows:
-                raise ValueError(
-                    f"capacity must be >= {most_rows}, the fullest owner's rows, got {capacity}"
-                )
-        C, requests = most_rows, most_requests
-        if capacity is not None and B:
-            C = requests = integer("capacity", capacity)
+            capacity = check.integer("capacity", capacity, most_rows, MOST_ROWS)
+            C, requests = (capacity, capacity) if B else (0, 0)
 
         # Every row of the step in batch order: its request, its place in it, its hidden row.
         first_B = np.cumsum(rows_B) - rows_B
@@ -186,6 +190,8 @@ class BatchSharder:
             state=state,
             exchange=exchange,
             slots=tuple(slots),
+            requests=tuple(state.request(slot) for slot in slots),
+            num_logits=tuple(rows),
             owners=tuple(owners),
             rows_per_rank=tuple(int(n) for n in rows_P),
             capacity=C,
@@ -196,7 +202,7 @@ class BatchSharder:
             max_requests_per_rank=most_requests,
             request_capacity=requests,
             max_rows_per_request=max(rows, default=0),
-            filters=state.filters(slots),
+            filters=filters_of([state.request(slot).params for slot in slots]),
             logits_indices=on_device[0],
             gathered_src_indices=on_device[1],
             batch_slots=on_device[2],
@@ -226,7 +232,7 @@ def _by_holder(holder_T: Array, holders: int, capacity: int) -> Array:
 
 def _ends(query_start_loc: Sequence[int], rows_B: Array) -> Array:
     """[B]: one past each request's last hidden row."""
-    start = bounded("query_start_loc", query_start_loc, len(rows_B) + 1, 0, None)
+    start = check.integers("query_start_loc", query_start_loc, len(rows_B) + 1, 0, check.INT64_MAX)
     for i, (begin, end) in enumerate(itertools.pairwise(start)):
         if end - begin < rows_B[i]:
             raise ValueError(
@@ -236,44 +242,15 @@ def _ends(query_start_loc: Sequence[int], rows_B: Array) -> Array:
     return np.array(start[1:], dtype=np.int64)
 
 
-def host_integers(name: str, values: object) -> list[int]:
-    """A sequence of ints on the host, arrays and CPU tensors included."""
-    if isinstance(values, Tensor) and values.device.type != "cpu":
-        raise ValueError(f"{name} must be host data, got a tensor on {values.device}")
-    if isinstance(values, Tensor | np.ndarray):
-        values = values.tolist()
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise ValueError(f"{name} must be a sequence of integers, got {values!r}")
-    return [integer(f"{name}[{i}]", value) for i, value in enumerate(values)]
-
-
-def bounded(name: str, values: object, length: int, low: int, high: int | None) -> list[int]:
-    """`length` host integers in [low, high]."""
-    numbers = host_integers(name, values)
-    if len(numbers) != length:
-        raise ValueError(f"{name} must have {length} entries, got {len(numbers)}")
-    for i, number in enumerate(numbers):
-        if number < low or (high is not None and number > high):
-            expected = f">= {low}" if high is None else f"in [{low}, {high}]"
-            raise ValueError(f"{name}[{i}] must be {expected}, got {number}")
-    return numbers
-
-
 def _on_device(positions: Sequence[int] | Tensor, length: int, device: torch.device) -> Tensor:
     """Positions given by the caller, on the device. Values already there are clamped, not read."""
     if isinstance(positions, Tensor) and positions.device.type != "cpu":
-        if positions.shape != (length,) or positions.dtype != torch.int64:
+        wanted = (torch.Size([length]), torch.int64, device)
+        if (positions.shape, positions.dtype, positions.device) != wanted:
             raise ValueError(
-                f"positions must be int64 of shape [{length}], "
-                f"got {positions.dtype} of shape {list(positions.shape)}"
+                f"positions must be int64 of shape [{length}] on {device} or on the host, got "
+                f"{positions.dtype} of shape {list(positions.shape)} on {positions.device}"
             )
         return positions
-    numbers = bounded("positions", positions, length, 0, (1 << 63) - 1)
+    numbers = check.integers("positions", positions, length, 0, check.INT64_MAX)
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
-
-
-def _comparable(values: object) -> object:
-    """A form of host data whose repr compares by value; device tensors stay."""
-    if isinstance(values, np.ndarray) or (isinstance(values, Tensor) and values.is_cpu):
-        return values.tolist()
-    return values

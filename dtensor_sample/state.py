@@ -7,27 +7,30 @@ device and advance by what was emitted, so that no step waits for the device.
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_sample import check
 from dtensor_sample.debug import agree, debug_by_default
 from dtensor_sample.draft.cache import DraftCache
 from dtensor_sample.exchange import Axis, check_exchange
-from dtensor_sample.layout import check_vocab_size
-from dtensor_sample.params import (
-    Filters,
-    RowParams,
-    SamplingParams,
-    check_seed,
-    filters_of,
-    integer,
-)
-from dtensor_sample.params import pack as pack_params
+from dtensor_sample.params import RowParams, SamplingParams, pack
 from dtensor_sample.random import derive_seed
 
-_COLUMNS = len(RowParams._fields)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """An admitted request. A slot's next request is another one, even if all of it is the same."""
+
+    params: SamplingParams
+    seed: int
+    """Its own, or the one derived for it."""
+    position: int
+    """Of its first token in its own sequence."""
 
 
 class SamplingState:
@@ -73,17 +76,19 @@ class SamplingState:
         self.axis = Axis.of(mesh)
         self.axis_name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None
         self.device = torch.empty(0, device=mesh.device_type).device
-        self.vocab_size = check_vocab_size(vocab_size)
-        self.max_num_reqs = _at_least("max_num_reqs", max_num_reqs, 1)
-        self.num_speculative_tokens = _at_least("num_speculative_tokens", num_speculative_tokens, 0)
+        self.vocab_size = check.vocabulary(vocab_size)
+        self.max_num_reqs = check.integer("max_num_reqs", max_num_reqs, low=1)
+        self.num_speculative_tokens = check.integer(
+            "num_speculative_tokens", num_speculative_tokens, low=0
+        )
         self.exchange = check_exchange(exchange)
         self.debug = debug_by_default() if debug is None else debug
-        self.positions = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
-        """[max_num_reqs] int64: position of each slot's next token in its own sequence."""
-        self.params_table = torch.zeros(
-            self.max_num_reqs, _COLUMNS, dtype=torch.int64, device=self.device
-        )
-        """[max_num_reqs, 6] int64: packed parameters (see `RowParams`)."""
+        with torch.inference_mode(False):  # updated in place, by steps inside and outside of it
+            self.positions = self._zeros()
+            """[max_num_reqs] int64: position of each slot's next token in its own sequence; of a
+            request just added, from the next plan on."""
+            self.params_table = self._zeros(len(RowParams._fields))
+            """[max_num_reqs, 6] int64: packed parameters (see `RowParams`)."""
         self.drafts = DraftCache(
             self.axis,
             num_slots=self.max_num_reqs,
@@ -91,12 +96,23 @@ class SamplingState:
             vocab_size=self.vocab_size,
         )
         """The draft-logits cache."""
-        self._requests: dict[int, SamplingParams] = {}
+        self._requests: dict[int, Request] = {}
         self._staged: dict[int, tuple[int, ...]] = {}
-        self._admitted = 0
-        self._base_seed = (
-            self._common(secrets.randbits(63)) if seed is None else check_seed("seed", seed)
+        self._unseeded = 0
+        own_seed = None if seed is None else check.seed_bits("seed", seed)
+        # Ranks that were built differently would hang or part ways later: find out now.
+        agree(
+            self.axis,
+            self.device,
+            None,
+            vocab_size=self.vocab_size,
+            max_num_reqs=self.max_num_reqs,
+            num_speculative_tokens=self.num_speculative_tokens,
+            exchange=self.exchange,
+            seed=own_seed,
+            debug=self.debug,
         )
+        self._base_seed = self._common(secrets.randbits(63)) if own_seed is None else own_seed
 
     def add(
         self,
@@ -117,57 +133,38 @@ class SamplingState:
         Raises:
             ValueError: bad arguments or a slot in use. Nothing changes.
         """
-        slot = self.check_slot(slot)
+        slot = check.integer("slot", slot, 0, self.max_num_reqs - 1)
         if slot in self._requests:
             raise ValueError(f"slot {slot} is in use: remove(slot) first")
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
-        prompt = np.asarray(prompt_token_ids)
-        flat_integers = prompt.ndim == 1 and (prompt.dtype.kind in "iu" or prompt.size == 0)
-        if not flat_integers or ((prompt < 0) | (prompt >= self.vocab_size)).any():
-            raise ValueError(
-                f"prompt_token_ids must be a flat list of ids in [0, {self.vocab_size}), "
-                f"got {prompt_token_ids!r}"
-            )
-        if position is not None and not 0 <= integer("position", position) < 1 << 63:
-            raise ValueError(f"position must be >= 0 and < 2**63, got {position}")
-        position = len(prompt) if position is None else integer("position", position)
+        check.instance("params", params, SamplingParams)
+        prompt = check.integers("prompt_token_ids", prompt_token_ids, None, 0, self.vocab_size - 1)
+        start = len(prompt) if position is None else position
+        start = check.integer("position", start, 0, check.INT64_MAX)
         seed = params.seed
         if seed is None:
-            seed = derive_seed(self._base_seed, self._admitted, child=1)
-            self._admitted += 1
-        self._requests[slot] = params
-        self._staged[slot] = (*pack_params(params, seed), position)
+            seed = derive_seed(self._base_seed, self._unseeded, child=1)
+            self._unseeded += 1
+        self._requests[slot] = Request(params, seed, start)
+        self._staged[slot] = (*pack(params, seed), start)
 
     def remove(self, slot: int) -> None:
         """Free a slot; ValueError if no request is in it."""
-        slot = self.check_slot(slot)
+        slot = check.integer("slot", slot, 0, self.max_num_reqs - 1)
         if self._requests.pop(slot, None) is None:
             raise ValueError(f"slot {slot} holds no request")
         self._staged.pop(slot, None)
         self.drafts.forget([slot])
 
-    def check_slot(self, slot: object) -> int:
-        """`slot` as an int in [0, max_num_reqs)."""
-        number = integer("slot", slot)
-        if not 0 <= number < self.max_num_reqs:
-            raise ValueError(f"slot must be in [0, {self.max_num_reqs}), got {number}")
-        return number
-
-    def params_of(self, slot: int) -> SamplingParams:
-        """The parameters of the request in a slot; ValueError if it holds none."""
+    def request(self, slot: int) -> "Request":
+        """The request in a slot; ValueError if it holds none."""
         if slot not in self._requests:
             raise ValueError(f"slot {slot} holds no request: add it first")
         return self._requests[slot]
 
-    def filters(self, slots: Sequence[int]) -> Filters:
-        """The filters that any request of `slots` uses."""
-        return filters_of([self._requests[slot] for slot in slots])
-
     def digest(self, slots: Sequence[int]) -> object:
         """What must be the same on every rank about the requests of `slots`."""
-        params = [self._requests.get(slot) for slot in slots]
-        return params, self._base_seed, self._admitted, self.vocab_size
+        requests = [self._requests.get(slot) for slot in slots]
+        return requests, self.drafts.digest(slots), self._base_seed, self._unseeded
 
     def upload(self) -> None:
         """Bring the device up to date with `add`: one copy, and none when nothing was added."""
@@ -185,13 +182,9 @@ class SamplingState:
         elif error is not None:
             raise error
 
+    def _zeros(self, *columns: int) -> Tensor:
+        return torch.zeros(self.max_num_reqs, *columns, dtype=torch.int64, device=self.device)
+
     def _common(self, number: int) -> int:
         """The first rank's number."""
         return int(self.axis.all_gather(torch.tensor([number], device=self.device))[0, 0].item())
-
-
-def _at_least(name: str, value: object, low: int) -> int:
-    number = integer(name, value)
-    if number < low:
-        raise ValueError(f"{name} must be >= {low}, got {number}")
-    return number

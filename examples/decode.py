@@ -1,94 +1,50 @@
-"""Decodes text with a real language model under tensor parallelism, sampled by `dtensor_sample`.
+"""Decode text with a real language model under tensor parallelism, sampled by `dtensor_sample`.
 
     torchrun --nproc_per_node=4 examples/decode.py
     python examples/decode.py --chat "Why is the sky blue?" --temperature 0.8 --seed 1
+    python examples/decode.py --speculate ngram "1, 2, 3, 4, 1, 2, 3, 4, 1, 2,"
 
 Runs on CPUs with gloo or on GPUs with nccl, by what is there. Without prompts it continues a few of
 its own, greedily. More prompts than slots wait, and take over the slots of finished requests.
 """
 
-import argparse
 import heapq
 import json
 import os
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from time import perf_counter
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
 from display import Display, open_display, print_summary
+from drafters import Drafter, ModelDrafter, NgramDrafter
 from llama import Batch, Llama, load_llama
 from meter import Meter
 from options import EXCHANGES, parse_arguments
-from text import TextStream
+from prompts import Request, make_requests
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from weights import Checkpoint, open_checkpoint
 
 from dtensor_sample import (
     BatchSharder,
+    RejectionSampler,
     Sampler,
-    SamplingParams,
     SamplingState,
+    ShardPlan,
     vocab_sharded,
 )
 
-PROMPTS = [
-    "The capital of France is",
-    "Water boils at",
-    "Once upon a time",
-    "1, 2, 3, 4,",
-    "The three primary colors are",
-    "To be, or not to be,",
-    "def factorial(n):",
-    "The opposite of hot is",
-]
-# A rank that died or hangs ends the others after this.
-TIMEOUT = timedelta(seconds=30)
-
-
-@dataclass(kw_only=True)
-class Request:
-    """A prompt on its way to a text."""
-
-    index: int
-    prompt: str
-    shown_prompt: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    stream: TextStream
-    token_ids: list[int] = field(default_factory=list)
-    first_token_seconds: float = 0.0
-    finish_reason: str = ""
-
-    @property
-    def new_token_ids(self) -> list[int]:
-        """What the model has not seen yet: first the prompt, then the last token."""
-        return self.token_ids[-1:] or self.prompt_token_ids
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far, which is the position of the next one."""
-        return len(self.prompt_token_ids) + len(self.token_ids)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens that the model has seen."""
-        return self.num_tokens - len(self.new_token_ids)
-
-    def report(self) -> dict[str, Any]:
-        """What --json prints."""
-        names = ("prompt", "prompt_token_ids", "token_ids", "finish_reason", "first_token_seconds")
-        return {name: getattr(self, name) for name in names} | {"text": self.stream.text}
+# A rank that hangs ends the others after this, unless it may be compiling.
+TIMEOUT, COMPILE_TIMEOUT = timedelta(seconds=30), timedelta(minutes=10)
 
 
 def main() -> None:
-    """Load the model, decode all prompts, report."""
+    """Load the models, decode all prompts, report."""
     args = parse_arguments()
     stdout = claim_stdout() if args.json else sys.stdout
     started = perf_counter()
@@ -97,37 +53,70 @@ def main() -> None:
         checkpoint = open_checkpoint(args.model)
         checkpoint.config.padded(int(os.environ.get("WORLD_SIZE", 1)))
         requests = make_requests(args, checkpoint)
+        longest = max(len(request.prompt_token_ids) for request in requests) + args.max_new_tokens
+        greedy = all(request.params.greedy for request in requests)
+        draft_checkpoint = None
+        if args.draft_model is not None:
+            draft_checkpoint = open_checkpoint(args.draft_model)
+            check_draft_model(draft_checkpoint, checkpoint, longest)
+            if args.compare and not greedy:
+                raise ValueError("--compare needs --temperature 0 with --speculate draft")
     except ValueError as error:
         sys.exit(f"decode.py: error: {error}")
 
-    mesh = join_ranks(device_type)
+    mesh = join_ranks(device_type, COMPILE_TIMEOUT if args.compile else TIMEOUT)
     dtype = args.dtype or ("bfloat16" if device_type == "cuda" else "float32")
-    model = load_llama(checkpoint, mesh, dtype=getattr(torch, dtype))
-    longest = max(len(request.prompt_token_ids) for request in requests) + args.max_new_tokens
-    model.allocate_cache(max_num_reqs=args.max_num_reqs, max_length=longest)
-    state = SamplingState(
-        mesh,
-        vocab_size=checkpoint.config.vocab_size,
-        max_num_reqs=args.max_num_reqs,
-        exchange=args.exchange,
-        debug=args.debug or None,
-    )
-    sampler = Sampler(state, compile=args.compile)
-    meter = Meter(device_type)
+    cache = {"max_num_reqs": args.max_num_reqs, "max_length": longest}
+
+    def load(checkpoint: Checkpoint) -> Llama:
+        model = load_llama(checkpoint, mesh, dtype=getattr(torch, dtype))
+        model.allocate_cache(**cache)
+        return model
+
+    def make_state(num_speculative_tokens: int = 0) -> SamplingState:
+        return SamplingState(
+            mesh,
+            vocab_size=checkpoint.config.vocab_size,
+            max_num_reqs=args.max_num_reqs,
+            num_speculative_tokens=num_speculative_tokens,
+            exchange=args.exchange,
+            debug=args.debug or None,
+        )
+
+    model, meter = load(checkpoint), Meter(device_type)
+    drafter: Drafter | None = None
+    sampler: Sampler | RejectionSampler
+    if args.speculate is None:
+        sampler = Sampler(make_state(), compile=args.compile)
+    else:
+        state = make_state(args.num_speculative_tokens)
+        sampler = RejectionSampler(state, method=args.method, compile=args.compile)
+        drafter = NgramDrafter()
+        if draft_checkpoint is not None:
+            drafter = ModelDrafter(load(draft_checkpoint), state, greedy=greedy)
+    settings = {
+        "mesh": mesh,
+        "max_new_tokens": args.max_new_tokens,
+        "eos_token_ids": checkpoint.tokenizer.eos_token_ids,
+    }
     load_seconds = perf_counter() - started
 
-    with open_display(quiet=dist.get_rank() > 0, stderr=args.json) as display:
+    separator = "\n" if args.chat else ""
+    with open_display(separator, quiet=dist.get_rank() > 0, stderr=args.json) as display:
         decode(
             model,
             requests,
             sampler,
-            mesh=mesh,
-            max_new_tokens=args.max_new_tokens,
-            eos_token_ids=checkpoint.tokenizer.eos_token_ids,
+            drafter=drafter,
             compare=args.compare,
             meter=meter,
             display=display,
+            **settings,
         )
+    if drafter is not None and args.compare and greedy:
+        plain = make_requests(args, checkpoint)
+        decode(model, plain, Sampler(make_state()), meter=Meter(device_type), **settings)
+        compare_texts(requests, plain)
     figures = {
         "model": checkpoint.name,
         "ranks": mesh.size(),
@@ -137,6 +126,14 @@ def main() -> None:
         "first_token_seconds": min(request.first_token_seconds for request in requests),
         **meter.figures(),
     }
+    if drafter is not None:
+        figures["wire_bytes"] += drafter.wire_bytes
+        figures["speculation"] = {
+            "drafter": args.speculate if draft_checkpoint is None else draft_checkpoint.name,
+            "num_speculative_tokens": args.num_speculative_tokens,
+            "method": args.method,
+            **meter.speculation(),
+        }
     if dist.get_rank() == 0:
         print_summary(figures, stderr=args.json)
         if args.json:
@@ -149,16 +146,22 @@ def main() -> None:
 def decode(
     model: Llama,
     requests: Sequence[Request],
-    sampler: Sampler,
+    sampler: Sampler | RejectionSampler,
     *,
     mesh: DeviceMesh,
     max_new_tokens: int,
     eos_token_ids: frozenset[int],
-    compare: bool,
     meter: Meter,
-    display: Display,
+    drafter: Drafter | None = None,
+    compare: bool = False,
+    display: Display | None = None,
 ) -> None:
-    """Continuous batching: a step runs every request in a slot, new ones with all their prompt."""
+    """Continuous batching: a step runs every request in a slot, new ones with all their prompt.
+
+    With a drafter, the rows of a request that has begun are its last token and its drafts. What the
+    model caches of drafts that are refused, the next step overwrites.
+    """
+    display = display or Display()
     state = sampler.state
     sharder = BatchSharder(state)
     waiting, free = deque(requests), list(range(state.max_num_reqs))
@@ -169,47 +172,61 @@ def decode(
             slot, request = heapq.heappop(free), waiting.popleft()
             state.add(slot, request.params, prompt_token_ids=request.prompt_token_ids)
             running[slot] = request
-            display.begin(request.index, request.shown_prompt)
+            display.begin(request.index, request.prompt)
 
         meter.start()
         slots = sorted(running)
+        step_requests = [running[slot] for slot in slots]
+        drafts: list[list[int]] = [[] for _ in slots]
+        if drafter is not None:
+            # A step emits one token more than it accepts: none may lie beyond max_new_tokens.
+            limits = [
+                min(state.num_speculative_tokens, max_new_tokens - 1 - len(request.token_ids))
+                if request.token_ids
+                else 0
+                for request in step_requests
+            ]
+            drafts = drafter.propose(slots, step_requests, limits)
+            meter.lap("draft")
         batch = Batch.pack(
             slots,
-            [running[slot].new_token_ids for slot in slots],
-            [running[slot].num_cached_tokens for slot in slots],
+            [r.new_token_ids + own for r, own in zip(step_requests, drafts, strict=True)],
+            [r.num_cached_tokens for r in step_requests],
             device=state.device,
         )
-        plan = sharder.plan(slots, query_start_loc=batch.query_start_loc)
+        num_logits = [1 + len(own) for own in drafts]
+        plan = sharder.plan(slots, num_logits, query_start_loc=batch.query_start_loc)
         meter.lap("plan")
         hidden = model(batch)
         if compare:
             meter.lap("model")
-            positions = [running[slot].num_tokens for slot in slots]
-            compare_exchanges(model, hidden, batch, slots, positions, sharder, sampler, mesh)
+            positions = [r.num_tokens for r in step_requests]
+            compare_exchanges(model, hidden, batch, plan, positions, drafts, sampler, mesh)
             meter.lap("compare")
         logits = model.lm_head(plan.select(hidden))
         meter.lap("model")
-        rows = sampler.exchange(logits, plan)
-        meter.lap("exchange")
-        drawn = sampler.draw(rows, plan)
-        meter.lap("draw")
-        output = sampler.gather(drawn, plan)
-        meter.lap("gather")
-        token_ids = output.token_ids[:, 0].tolist()
-        meter.stop(plan, sharder, logits.dtype)
+        if isinstance(sampler, RejectionSampler):
+            output = sampler(logits, plan, drafts)
+            meter.lap("verify")
+        else:
+            rows = sampler.exchange(logits, plan)
+            meter.lap("exchange")
+            drawn = sampler.draw(rows, plan)
+            meter.lap("draw")
+            output = sampler.gather(drawn, plan)
+            meter.lap("gather")
+        token_ids = output.token_ids.tolist()
+        meter.stop(plan, sharder, sampler, logits.dtype, one_hot=drafter is None or drafter.one_hot)
 
-        for slot, token_id in zip(slots, token_ids, strict=True):
-            request = running[slot]
-            if token_id < 0:
+        for slot, request, own, ids in zip(slots, step_requests, drafts, token_ids, strict=True):
+            new = [token_id for token_id in ids if token_id >= 0]
+            if not new:
                 raise RuntimeError(f"prompt {request.index}: the model's logits are not numbers")
             if not request.token_ids:
                 request.first_token_seconds = perf_counter() - started
-            request.token_ids.append(token_id)
-            display.write(request.index, request.stream.push(token_id))
-            if token_id in eos_token_ids:
-                request.finish_reason = "stop"
-            elif len(request.token_ids) == max_new_tokens:
-                request.finish_reason = "length"
+            kept = request.take(new, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
+            meter.count(len(kept), drafted=len(own), accepted=len(new) - 1)
+            display.write(request.index, "".join(map(request.stream.push, kept)))
             if request.finish_reason:
                 display.write(request.index, request.stream.finish(request.token_ids))
                 display.end(request.index)
@@ -222,64 +239,52 @@ def compare_exchanges(
     model: Llama,
     hidden: Tensor,
     batch: Batch,
-    slots: list[int],
+    plan: ShardPlan,
     positions: list[int],
-    sharder: BatchSharder,
-    sampler: Sampler,
+    drafts: list[list[int]],
+    sampler: Sampler | RejectionSampler,
     mesh: DeviceMesh,
 ) -> None:
-    """Samples the same logits under every exchange; ends the program if a token differs."""
-    last_rows = [end - 1 for end in batch.query_start_loc[1:]]
+    """Sample the same logits under every exchange; end the program if a token differs."""
+    sharder = BatchSharder(plan.state)
+    ends = zip(batch.query_start_loc[1:], plan.num_logits, strict=True)
+    last_rows = [row for end, count in ends for row in range(end - count, end)]
     logits = model.lm_head(hidden[last_rows])
     token_ids = {}
     for exchange in EXCHANGES:
-        plan = sharder.plan(slots, exchange=exchange, positions=positions)
-        rows = vocab_sharded(plan.select(logits.to_local()), mesh, vocab_size=logits.shape[1])
-        token_ids[exchange] = sampler(rows, plan).token_ids[:, 0].tolist()
+        own = sharder.plan(plan.slots, plan.num_logits, exchange=exchange, positions=positions)
+        rows = vocab_sharded(own.select(logits.to_local()), mesh, vocab_size=logits.shape[1])
+        if isinstance(sampler, RejectionSampler):
+            output = sampler(rows, own, drafts)
+        else:
+            output = sampler(rows, own)
+        token_ids[exchange] = output.token_ids.tolist()
     if any(ids != token_ids["replicate"] for ids in token_ids.values()):
         sys.exit(f"decode.py: the exchanges differ at positions {positions}: {token_ids}")
 
 
-def make_requests(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Request]:
-    """Tokenizes the prompts and gives each its own random stream."""
-    prompts = list(args.prompts)
-    if args.prompt_file is not None:
-        if not args.prompt_file.is_file():
-            raise ValueError(f"no prompt file {args.prompt_file}")
-        prompts += filter(str.strip, args.prompt_file.read_text("utf-8").splitlines())
-        if not prompts:
-            raise ValueError(f"no prompt in {args.prompt_file}")
-    prompts = prompts or PROMPTS
-    params = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-    ).spawn(len(prompts))
-    limit = checkpoint.config.max_positions
-    requests = []
-    for i, prompt in enumerate(prompts):
-        token_ids = checkpoint.tokenizer.encode(prompt, chat=args.chat) if prompt.strip() else []
-        if not token_ids:
-            raise ValueError(f"prompt {i} is empty: {prompt!r}")
-        if len(token_ids) + args.max_new_tokens > limit:
-            raise ValueError(
-                f"prompt {i} has {len(token_ids)} tokens, and {args.max_new_tokens} new ones: "
-                f"more than the model's context of {limit}"
+def compare_texts(requests: Sequence[Request], plain: Sequence[Request]) -> None:
+    """End the program if speculation changed a text that it must not change."""
+    for request, other in zip(requests, plain, strict=True):
+        if request.token_ids != other.token_ids:
+            sys.exit(
+                f"decode.py: prompt {request.index} differs without speculation: "
+                f"{request.token_ids} and {other.token_ids}"
             )
-        stream = checkpoint.tokenizer.stream()
-        requests.append(
-            Request(
-                index=i,
-                prompt=prompt,
-                shown_prompt=prompt + "\n" * args.chat,
-                prompt_token_ids=token_ids,
-                params=params[i],
-                stream=stream,
-            )
+
+
+def check_draft_model(draft: Checkpoint, target: Checkpoint, longest: int) -> None:
+    """Raise ValueError unless `draft` can draft for `target` in texts of `longest` tokens."""
+    if draft.config.vocab_size != target.config.vocab_size:
+        raise ValueError(
+            f"the draft model must have the model's vocabulary of {target.config.vocab_size} ids, "
+            f"got {draft.config.vocab_size}"
         )
-    return requests
+    if draft.config.max_positions < longest:
+        raise ValueError(
+            f"the draft model must have a context of {longest} tokens, those of the longest text, "
+            f"got {draft.config.max_positions}"
+        )
 
 
 def choose_device() -> str:
@@ -292,21 +297,22 @@ def choose_device() -> str:
     return "cuda"
 
 
-def join_ranks(device_type: str) -> DeviceMesh:
+def join_ranks(device_type: str, timeout: timedelta) -> DeviceMesh:
     """The mesh of all ranks that torchrun started, or of this process alone."""
+    backend, device = "gloo", None
     if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "nccl" if device_type == "cuda" else "gloo"
+        backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
     else:
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device)
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def claim_stdout() -> TextIO:
-    """Keeps stdout for the caller; whatever else prints to it, native code too, goes to stderr."""
+    """Keep stdout for the caller; whatever else prints to it, native code too, goes to stderr."""
     stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return stdout

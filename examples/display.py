@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -26,14 +27,15 @@ class Display:
 class LiveDisplay(Display):
     """All texts at once, growing in place on a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, separator: str) -> None:
+        self._separator = separator
         self._texts: dict[int, Text] = {}
 
     def begin(self, index: int, prompt: str) -> None:
-        self._texts[index] = Text(prompt, style="bold")
+        self._texts[index] = Text().append(prompt, style="bold").append(self._separator)
 
     def write(self, index: int, piece: str) -> None:
-        self._texts[index].append(piece, style="not bold")
+        self._texts[index].append(piece)
 
     def __rich__(self) -> Table:
         table = Table.grid(padding=(0, 1))
@@ -43,21 +45,25 @@ class LiveDisplay(Display):
 
 
 class LineDisplay(Display):
-    """Lines as they become complete, each with the number of its prompt."""
+    """Lines of whole words, each with the number of its prompt: full, or what SECONDS brought."""
 
     WIDTH = 72
+    SECONDS = 2.0
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, separator: str, console: Console) -> None:
+        self._separator, self._console = separator, console
         self._pending: dict[int, str] = {}
+        self._printed: dict[int, float] = {}
 
     def begin(self, index: int, prompt: str) -> None:
-        self._pending[index] = prompt
+        self._pending[index], self._printed[index] = "", monotonic()
+        self.write(index, prompt + self._separator)
 
     def write(self, index: int, piece: str) -> None:
         *lines, text = (self._pending[index] + piece).split("\n")
+        late = monotonic() - self._printed[index] > self.SECONDS
         # The last word stays: it may still grow.
-        while len(text) > self.WIDTH and (cut := text.rfind(" ", 1, self.WIDTH + 1)) > 0:
+        while (late or len(text) > self.WIDTH) and (cut := text.rfind(" ", 1, self.WIDTH + 1)) > 0:
             lines.append(text[:cut])
             text = text[cut + 1 :]
         self._print(index, lines)
@@ -69,20 +75,21 @@ class LineDisplay(Display):
     def _print(self, index: int, lines: list[str]) -> None:
         for line in filter(str.strip, lines):
             self._console.print(f"[{index}] {line}", markup=False, highlight=False, soft_wrap=True)
+            self._printed[index] = monotonic()
 
 
 @contextmanager
-def open_display(*, quiet: bool, stderr: bool) -> Iterator[Display]:
-    """A display that suits where the output goes."""
+def open_display(separator: str, *, quiet: bool, stderr: bool) -> Iterator[Display]:
+    """A display that suits where the output goes; `separator` stands between prompt and text."""
     console = Console(stderr=stderr)
     if quiet:
         yield Display()
     elif console.is_terminal:
-        texts = LiveDisplay()
+        texts = LiveDisplay(separator)
         with Live(texts, console=console, refresh_per_second=10):
             yield texts
     else:
-        yield LineDisplay(console)
+        yield LineDisplay(separator, console)
 
 
 def print_summary(figures: Mapping[str, Any], *, stderr: bool) -> None:
@@ -90,6 +97,7 @@ def print_summary(figures: Mapping[str, Any], *, stderr: bool) -> None:
     step = figures["step_ms"]
     rows = {
         "generated": "{tokens} tokens in {seconds:.2f} s, {steps} steps",
+        **(_speculation_rows(figures["speculation"]) if "speculation" in figures else {}),
         "tokens/s": "{tokens_per_second:.1f}",
         "first token": "after {first_token_seconds:.2f} s, and {load_seconds:.1f} s of loading",
         "step": "{step_ms[total]:.1f} ms (median)",
@@ -103,3 +111,16 @@ def print_summary(figures: Mapping[str, Any], *, stderr: bool) -> None:
     for name, value in rows.items():
         table.add_row(name, value.format_map(figures))
     Console(stderr=stderr).print(table)
+
+
+def _speculation_rows(speculation: Mapping[str, Any]) -> dict[str, str]:
+    """What drafts brought, as rows of the table."""
+    rows = {
+        "  of a prompt": "{tokens_per_target_step:.2f} tokens a step",
+        "drafted": "{drafted_tokens} tokens by {drafter}, at most {num_speculative_tokens} a step",
+        "accepted": "{accepted_tokens} tokens by {method} verification",
+    }
+    shares = " ".join(f"{share:.0%}" for share in speculation["acceptance_per_position"])
+    return {name: text.format_map(speculation) for name, text in rows.items()} | {
+        "  by position": (shares or "none").replace("%", " %"),
+    }

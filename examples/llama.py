@@ -302,10 +302,10 @@ class MLP(nn.Module):
         units = slice(units.start, min(units.stop, weights.config.intermediate_size))
         gate_IH, up_IH = local(self.gate_up.weight).zero_().chunk(2)
         down_HI = local(self.down.weight).zero_()
-        if (I := units.stop - units.start) > 0:  # noqa: E741
-            gate_IH[:I] = weights.read(f"{prefix}.gate_proj.weight", units)
-            up_IH[:I] = weights.read(f"{prefix}.up_proj.weight", units)
-            down_HI[:, :I] = weights.read(f"{prefix}.down_proj.weight", cols=units)
+        if (count := units.stop - units.start) > 0:
+            gate_IH[:count] = weights.read(f"{prefix}.gate_proj.weight", units)
+            up_IH[:count] = weights.read(f"{prefix}.up_proj.weight", units)
+            down_HI[:, :count] = weights.read(f"{prefix}.down_proj.weight", cols=units)
 
 
 def rotary_factors(

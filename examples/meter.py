@@ -1,6 +1,6 @@
 """What a run costs: time of each part of a step, bytes moved, memory for logits."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtensor_sample import BatchSharder, ShardPlan
+from dtensor_sample import BatchSharder, RejectionSampler, Sampler, ShardPlan
 
 
 class Meter:
@@ -19,8 +19,10 @@ class Meter:
         self._marks: list[tuple[str, Any]] = []
         self._steps: list[dict[str, float]] = []
         self._exchanges: set[str] = set()
+        self._drafted: Counter[int] = Counter()
+        self._accepted: Counter[int] = Counter()
         self._tokens = self._wire_bytes = self._logits_bytes = self._replicated_bytes = 0
-        self._most_requests = 0
+        self._most_rows = self._request_steps = 0
         self._begin = self._end = 0.0
 
     def start(self) -> None:
@@ -32,22 +34,52 @@ class Meter:
         """Count the time since the last mark as spent on `part`."""
         self._marks.append((part, self._now()))
 
-    def stop(self, plan: ShardPlan, sharder: BatchSharder, dtype: torch.dtype) -> None:
-        """End a step whose tokens have reached the host."""
+    def stop(
+        self,
+        plan: ShardPlan,
+        sharder: BatchSharder,
+        sampler: Sampler | RejectionSampler,
+        dtype: torch.dtype,
+        *,
+        one_hot: bool,
+    ) -> None:
+        """End a step whose tokens have reached the host; drafts, if any, were `one_hot` or not."""
         self._end = perf_counter()
         step: dict[str, float] = defaultdict(float)
         for (_, begin), (part, end) in pairwise(self._marks):
             step[part] += begin.elapsed_time(end) if self._cuda else (end - begin) * 1e3
         self._steps.append(step)
         self._exchanges.add(plan.exchange.name)
-        self._tokens += len(plan.slots)
-        cost = plan.cost(dtype)
+        if isinstance(sampler, RejectionSampler):
+            draft_dtype = None if one_hot else dtype
+            cost = plan.cost(dtype, method=sampler.method, draft_dtype=draft_dtype)
+        else:
+            cost = plan.cost(dtype)
         self._wire_bytes += cost.wire_bytes
         self._logits_bytes = max(self._logits_bytes, cost.buffer_bytes)
-        if len(plan.slots) > self._most_requests:
-            self._most_requests = len(plan.slots)
-            replicated = sharder.plan(plan.slots, exchange="replicate").cost(dtype)
-            self._replicated_bytes = replicated.buffer_bytes
+        if sum(plan.num_logits) > self._most_rows:
+            self._most_rows = sum(plan.num_logits)
+            replicated = sharder.plan(plan.slots, plan.num_logits, exchange="replicate")
+            self._replicated_bytes = replicated.cost(dtype).buffer_bytes
+
+    def count(self, tokens: int, *, drafted: int = 0, accepted: int = 0) -> None:
+        """A request's share of a step: `tokens` of text, and how many drafts were accepted."""
+        self._tokens += tokens
+        self._request_steps += 1
+        self._drafted.update(range(drafted))
+        self._accepted.update(range(accepted))
+
+    def speculation(self) -> dict[str, Any]:
+        """What drafts brought."""
+        return {
+            "drafted_tokens": self._drafted.total(),
+            "accepted_tokens": self._accepted.total(),
+            "acceptance_per_position": [
+                self._accepted[i] / self._drafted[i] for i in range(len(self._drafted))
+            ],
+            "acceptance_length": 1 + self._accepted.total() / max(self._drafted[0], 1),
+            "tokens_per_target_step": self._tokens / self._request_steps,
+        }
 
     def figures(self) -> dict[str, Any]:
         """The run in numbers; times of a step are medians, bytes are those of one rank."""

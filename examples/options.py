@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 
 EXCHANGES = ("batch", "vocab", "replicate")
+DRAFTERS = ("ngram", "draft")
+METHODS = ("standard", "block")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -39,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--max-new-tokens",
         type=count,
-        default=32,
+        default=24,
         metavar="N",
         help="of a prompt (default: %(default)s)",
     )
@@ -79,11 +81,37 @@ def parse_arguments() -> argparse.Namespace:
         default="auto",
         help="how vocabulary-sharded logits meet the sampler (default: %(default)s)",
     )
+    add(
+        "--speculate",
+        choices=DRAFTERS,
+        help="decode speculatively, with drafts from the text itself (ngram) or from a second "
+        "model (draft): fewer steps of the model, the same distribution of texts",
+    )
+    add(
+        "--draft-model",
+        type=Path,
+        metavar="PATH",
+        help="what --speculate draft drafts with: as --model, of the same vocabulary",
+    )
+    add(
+        "--num-speculative-tokens",
+        type=count,
+        default=4,
+        metavar="N",
+        help="drafts of a prompt in each step, at most (default: %(default)s)",
+    )
+    add(
+        "--method",
+        choices=METHODS,
+        default="block",
+        help="how drafts are verified: block accepts at least as many (default: %(default)s)",
+    )
     add("--compile", action="store_true", help="run the sampler under torch.compile")
     add(
         "--compare",
         action="store_true",
-        help="sample every step's logits with all exchanges, and fail if a token differs",
+        help="sample every step's logits with all exchanges, and fail if a token differs; with "
+        "--speculate also decode greedy texts without it, and fail if one differs",
     )
     add(
         "--debug",
@@ -95,4 +123,7 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="print one JSON object on stdout and everything else on stderr",
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if (args.speculate == "draft") != (args.draft_model is not None):
+        parser.error("--speculate draft and --draft-model need each other")
+    return args

@@ -17,7 +17,7 @@ from dtensor_sample import BatchSharder, Sampler, SamplingParams, SamplingState,
 from dtensor_sample.ops import values as ops_values
 from tests import oracle
 
-EXCHANGES = ("batch", "vocab", "replicate", "auto")
+EXCHANGES = ("batch", "vocab", "replicate")
 OWNERS = ("balanced", "slot", "position")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

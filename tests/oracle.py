@@ -4,11 +4,18 @@ Nothing here imports `dtensor_sample`. Integers are Python's or numpy int64 (a r
 to at most 2^62), comparisons are of float32 values. The weights of a row may be given, so that a
 draw can be compared token for token; `float64_weights` computes them independently.
 
-Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Verification
+of drafts: "standard" is Leviathan et al., "Fast inference from transformers via speculative
+decoding", 2023; "block" is Sun et al., "Block verification accelerates speculative decoding",
+arXiv 2403.10444. Its arithmetic works on Fractions and floats alike.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -141,3 +148,221 @@ def sample(
     integers = weights(values, params.temperature)
     token = draw(np.where(kept(values, integers, params), integers, 0), uniform(seed, position))
     return Answer(token, num_nans, False)
+
+
+# --- verification of drafts
+
+
+def joint_ratios(p, q, drafts: Sequence[int], method: str) -> list:
+    """What multiplies p at each place, and at last after all drafts: 1 unless in "block"."""
+    ratios: list[Any] = [1]
+    for p_row, q_row, x in zip(p, q, drafts, strict=False):
+        if method == "standard":
+            ratios.append(1)
+        elif q_row[x] == 0:
+            ratios.append(int(p_row[x] * ratios[-1] > 0))
+        else:
+            ratios.append(min(1, ratios[-1] * p_row[x] / q_row[x]))
+    return ratios
+
+
+def residual(p_row, q_row, ratio=1) -> list:
+    """What the target has and the draft has not: max(ratio * p - q, 0) of each id."""
+    return [max(ratio * a - b, 0) for a, b in zip(p_row, q_row, strict=True)]
+
+
+def pass_chances(p, q, drafts: Sequence[int], method: str) -> list:
+    """Of each draft ("standard") or of each prefix of drafts ("block"), the chance to pass.
+
+    Args:
+        p: rows of probabilities: p[i] judges draft i.
+        q: rows of probabilities: q[i] is what draft i was drawn from.
+        drafts: K ids.
+        method: "standard" or "block".
+    """
+    if method == "standard":
+        return [
+            min(1, a[x] / b[x]) if b[x] else int(a[x] > 0)
+            for a, b, x in zip(p, q, drafts, strict=False)
+        ]
+    K, ratios = len(drafts), joint_ratios(p, q, drafts, method)
+    chances = []
+    for i in range(1, K):
+        left = sum(residual(p[i], q[i], ratios[i]))
+        whole = left + 1 - ratios[i]
+        chances.append(left / whole if whole else 1)
+    return chances + ratios[K:] if K else []
+
+
+def count_chances(passing: Sequence, method: str) -> list:
+    """The chance that exactly 0, 1, ..., K drafts are accepted.
+
+    "standard" stops at the first draft that does not pass; "block" takes the longest prefix that
+    passes, whatever its shorter ones do.
+    """
+    K = len(passing)
+    if method == "standard":
+        return [math.prod(passing[:i]) * (1 - (*passing, 0)[i]) for i in range(K + 1)]
+    failing = [1 - chance for chance in passing]
+    return [(1, *passing)[i] * math.prod(failing[i:]) for i in range(K + 1)]
+
+
+def emitted_law(p_of, q_of, K: int, size: int, method: str) -> tuple[dict, Any]:
+    """The law of K + 1 tokens of which verification emits the first, and of accepted drafts.
+
+    Args:
+        p_of: the row of probabilities after a tuple of ids.
+        q_of: the same of the draft.
+        K: drafts.
+        size: V.
+        method: "standard" or "block".
+
+    Returns:
+        The probability of every tuple of K + 1 ids, when what was not emitted follows p; and the
+        expected number of accepted drafts.
+    """
+    law: dict[tuple[int, ...], Any] = dict.fromkeys(itertools.product(range(size), repeat=K + 1), 0)
+    mean: Any = 0
+    for drafts in itertools.product(range(size), repeat=K):
+        p, q = ([of(drafts[:i]) for i in range(K + 1)] for of in (p_of, q_of))
+        chance = math.prod(q[i][x] for i, x in enumerate(drafts))
+        if not chance:
+            continue
+        ratios = joint_ratios(p, q, drafts, method)
+        counts = count_chances(pass_chances(p, q, drafts, method), method)
+        for i, count_chance in enumerate(counts):
+            if not count_chance:
+                continue
+            mean += chance * count_chance * i
+            left = p[K] if i == K else residual(p[i], q[i], ratios[i])
+            for x in range(size):
+                weight = chance * count_chance * left[x] / sum(left)
+                add_completions(law, (*drafts[:i], x), weight, p_of)
+    return law, mean
+
+
+def add_completions(law: dict, emitted: tuple[int, ...], weight, p_of) -> None:
+    """Add the weight of some emitted ids to all tuples that begin with them, by p."""
+    if emitted in law:
+        law[emitted] += weight
+    elif weight:
+        for x, chance in enumerate(p_of(emitted)):
+            add_completions(law, (*emitted, x), weight * chance, p_of)
+
+
+def target_law(p_of, K: int, size: int) -> dict:
+    """The probability of every tuple of K + 1 ids under p."""
+    law: dict[tuple[int, ...], Any] = dict.fromkeys(itertools.product(range(size), repeat=K + 1), 0)
+    add_completions(law, (), 1, p_of)
+    return law
+
+
+def total_variation(first: dict, second: dict):
+    return sum(abs(first[key] - second[key]) for key in first) / 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """The distribution of one row of logits under its request's parameters."""
+
+    weights: np.ndarray
+    """Integers, 0 where not kept."""
+    argmax: int
+    """-1 where no token is left."""
+    num_nans: int
+
+    @property
+    def probabilities(self) -> list[Fraction]:
+        total = int(self.weights.sum())
+        return [Fraction(int(weight), total or 1) for weight in self.weights]
+
+
+def row_of(logits, params, *, vocab_size: int, largest: float, weights=float64_weights) -> Row:
+    values, num_nans = clean(logits, vocab_size, largest)
+    if values.max() == -np.inf:
+        return Row(np.zeros(vocab_size, np.int64), -1, num_nans)
+    greedy = is_greedy(params)
+    integers = weights(values, 1.0 if greedy else params.temperature)
+    if not greedy:
+        integers = np.where(kept(values, integers, params), integers, 0)
+    return Row(integers, int(values.argmax()), num_nans)
+
+
+def draft(row: Row, params, *, seed: int, position: int, step: int) -> int:
+    """Draft token `step` of the block that begins at `position`; -1 where no token is left."""
+    if row.argmax < 0 or is_greedy(params):
+        return row.argmax
+    return draw(row.weights, uniform(seed, position, stream=DRAFT, offset=step))
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What one request emits."""
+
+    tokens: list[int]
+    """Accepted drafts and the token after them; without that one where it failed."""
+    num_rejected: int
+    num_nans: int
+    failed: bool
+
+
+def verify(
+    rows: Sequence[Row],
+    drafts: Sequence[int],
+    draft_rows: Sequence[Row | None],
+    params,
+    *,
+    seed: int,
+    position: int,
+    method: str,
+) -> Verified:
+    """Verify k drafts against k + 1 rows.
+
+    Args:
+        rows: k + 1 rows of the target.
+        drafts: k ids; the first that is none ends the block.
+        draft_rows: what each was drawn from; None where it was chosen.
+        params: the request's.
+        seed: the request's.
+        position: of the block's first token.
+        method: "standard" or "block".
+    """
+    size = len(rows[0].weights)
+    p, q = [], []
+    for row, x, draft_row in zip(rows, drafts, draft_rows, strict=False):
+        drawn_from_nothing = draft_row is not None and draft_row.argmax < 0
+        if not 0 <= x < size or row.argmax < 0 or drawn_from_nothing:
+            break
+        p.append(row.probabilities)
+        one_hot = [Fraction(int(token == x)) for token in range(size)]
+        q.append(one_hot if draft_row is None else draft_row.probabilities)
+    usable = list(drafts[: len(p)])
+    if is_greedy(params):
+        passed = [x == row.argmax for x, row in zip(usable, rows, strict=False)]
+    else:
+        coins = [uniform(seed, position, stream=COIN, offset=i) for i in range(len(usable))]
+        chances = pass_chances(p, q, usable, method)
+        passed = [coin < chance * 2**62 for coin, chance in zip(coins, chances, strict=True)]
+    if method == "block" and not is_greedy(params):
+        accepted = max((i + 1 for i, ok in enumerate(passed) if ok), default=0)
+    else:
+        accepted = (*passed, False).index(False)
+
+    row, token = rows[accepted], -1
+    if row.argmax >= 0 and is_greedy(params):
+        token = row.argmax
+    elif row.argmax >= 0 and accepted == len(usable):
+        token = draw(row.weights, uniform(seed, position + accepted))
+    elif row.argmax >= 0:
+        ratio = joint_ratios(p, q, usable, method)[accepted]
+        left = residual(p[accepted], q[accepted], ratio)
+        left = left if sum(left) else p[accepted]
+        point = Fraction(uniform(seed, position + accepted, stream=RECOVERY), 2**62) * sum(left)
+        running = itertools.accumulate(left)
+        token = next(x for x, reached in enumerate(running) if reached > point)
+    return Verified(
+        tokens=usable[:accepted] + [token] * (row.argmax >= 0),
+        num_rejected=len(rows) - 1 - accepted,
+        num_nans=sum(r.num_nans for r in rows),
+        failed=row.argmax < 0,
+    )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_sample import (
     BatchSharder,
@@ -34,6 +35,14 @@ class Bench:
         for slot in range(3):
             self.state.add(slot, self.params)
         self.sharder = BatchSharder(self.state)
+        self.nothing, self.text, self.raw = None, "no", b"1"
+        other = SamplingState(mesh, vocab_size=10, max_num_reqs=8, seed=0)
+        for slot in range(3):
+            other.add(slot, self.params)
+        self.other = BatchSharder(other)
+        self.state.add(3, self.params)
+        self.stale = self.sharder.plan([3], exchange="vocab")
+        self.state.remove(3)
         self.sampler = Sampler(self.state)
 
     def sample(self, logits=None, params=None, position=0, **kwargs):
@@ -90,8 +99,8 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         lambda b: b.sample(params=[b.params, None, b.params]),
         ("params[1]", "None"),
     ),
-    "position below 0": (lambda b: b.sample(position=-1), ("position", "-1", ">= 0")),
-    "position fraction": (lambda b: b.sample(position=0.5), ("position", "float", "integer")),
+    "position below 0": (lambda b: b.sample(position=-1), ("position", "-1", "[0, 2**63)")),
+    "position fraction": (lambda b: b.sample(position=0.5), ("position", "0.5", "integer")),
     "position text": (lambda b: b.sample(position="x"), ("position", "x", "integer")),
     "position of 65 bits": (lambda b: b.sample(position=2**64), ("position", str(2**64))),
     "positions too few": (lambda b: b.sample(position=[1, 2]), ("position", "[2]", "[3]")),
@@ -146,28 +155,31 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         lambda b: SamplingState(b.mesh, vocab_size=3, num_speculative_tokens=-1),
         ("num_speculative_tokens", "-1", ">= 0"),
     ),
-    "add: slot too large": (lambda b: b.state.add(8, b.params), ("slot", "8", "[0, 8)")),
-    "add: slot below 0": (lambda b: b.state.add(-1, b.params), ("slot", "-1", "[0, 8)")),
+    "add: slot too large": (lambda b: b.state.add(8, b.params), ("slot", "8", "[0, 7]")),
+    "add: slot below 0": (lambda b: b.state.add(-1, b.params), ("slot", "-1", "[0, 7]")),
     "add: slot in use": (lambda b: b.state.add(0, b.params), ("slot", "0", "in use")),
     "add: params": (lambda b: b.state.add(3, {"top_k": 1}), ("params", "dict", "SamplingParams")),
-    "add: position": (lambda b: b.state.add(3, b.params, position=-1), ("position", "-1", ">= 0")),
+    "add: position": (
+        lambda b: b.state.add(3, b.params, position=-1),
+        ("position", "-1", "[0, 2**63)"),
+    ),
     "add: position of 65 bits": (
         lambda b: b.state.add(3, b.params, position=2**64),
         ("position", str(2**64)),
     ),
     "add: prompt": (
         lambda b: b.state.add(3, b.params, prompt_token_ids=[1, 10]),
-        ("prompt_token_ids", "10", "[0, 10)"),
+        ("prompt_token_ids", "10", "[0, 9]"),
     ),
     "add: prompt of text": (
         lambda b: b.state.add(3, b.params, prompt_token_ids="hello"),
         ("prompt_token_ids", "hello"),
     ),
     "remove: empty slot": (lambda b: b.state.remove(5), ("slot", "5", "no request")),
-    "remove: slot unknown": (lambda b: b.state.remove(9), ("slot", "9", "[0, 8)")),
+    "remove: slot unknown": (lambda b: b.state.remove(9), ("slot", "9", "[0, 7]")),
     "sharder: owners": (lambda b: BatchSharder(b.state, owners="x"), ("owners", "'x'", "'slot'")),
     "plan: slot empty": (lambda b: b.plan([0, 4]), ("slot", "4", "no request")),
-    "plan: slot unknown": (lambda b: b.plan([0, 8]), ("slot", "8", "[0, 8)")),
+    "plan: slot unknown": (lambda b: b.plan([0, 8]), ("slot", "8", "[0, 7]")),
     "plan: slot twice": (lambda b: b.plan([1, 1]), ("slots", "1", "distinct")),
     "plan: slots no list": (lambda b: b.plan(3), ("slots", "3", "sequence")),
     "plan: slot fraction": (lambda b: b.plan([0.5]), ("slots[0]", "0.5", "integer")),
@@ -176,7 +188,7 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "plan: num_logits over K": (lambda b: b.plan([0, 1], [1, 2]), ("num_logits[1]", "2", "[1, 1]")),
     "plan: capacity": (
         lambda b: b.plan(capacity=0, exchange="batch"),
-        ("capacity", "0", ">= "),
+        ("capacity", "0", "in ["),
     ),
     "plan: capacity without owners": (
         lambda b: b.plan(capacity=9, exchange="vocab"),
@@ -209,8 +221,57 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         ("logits", "9", "10"),
     ),
     "sampler: another state's plan": (
-        lambda b: b.sampler(b.logits, BatchSharder(Bench(b.mesh).state).plan([0, 1, 2])),
+        lambda b: b.sampler(b.logits, b.other.plan([0, 1, 2])),
         ("plan", "state"),
+    ),
+    "sampler: no state": (lambda b: Sampler(b.nothing), ("state", "None", "SamplingState")),
+    "sampler: no plan": (lambda b: b.sampler(b.logits, b.nothing), ("plan", "None", "ShardPlan")),
+    "sampler: compile": (lambda b: Sampler(b.state, compile=b.text), ("compile", "str", "bool")),
+    "sampler: stale plan": (lambda b: b.sampler(b.logits, b.stale), ("slot 3",)),
+    "sharder: no state": (lambda b: BatchSharder(b.nothing), ("state", "None", "SamplingState")),
+    "plan: capacity of 40 bits": (
+        lambda b: b.plan(capacity=2**40, exchange="batch"),
+        ("capacity", str(2**40), "in ["),
+    ),
+    "plan: query_start_loc of 70 bits": (
+        lambda b: b.plan([0], query_start_loc=[0, 2**70]),
+        ("query_start_loc[1]", str(2**70)),
+    ),
+    "plan: no hidden rows": (lambda b: b.plan().select(b.nothing), ("hidden", "None", "Tensor")),
+    "plan: too few hidden rows": (
+        lambda b: b.plan().select(b.full[:1]),
+        ("hidden", "[1, 10]", "N >= 3"),
+    ),
+    "plan: dtype of explain": (lambda b: b.plan().explain(torch.float64), ("dtype", "float64")),
+    "add: nested prompt": (
+        lambda b: b.state.add(3, b.params, prompt_token_ids=[[1], [1, 2]]),
+        ("prompt_token_ids[0]", "[1]"),
+    ),
+    "vocab_sharded: no mesh": (
+        lambda b: vocab_sharded(b.full, b.nothing, vocab_size=10),
+        ("mesh", "None", "DeviceMesh"),
+    ),
+    "batch of nothing": (lambda b: P.batch(b.nothing, "cpu"), ("params", "None", "sequence")),
+    "batch of a generator": (
+        lambda b: P.batch((b.params for _ in range(3)), "cpu"),
+        ("params", "generator", "sequence"),
+    ),
+    "temperature bytes": (lambda b: P(temperature=b.raw), ("temperature", "b'1'", "number")),
+    "position complex": (
+        lambda b: b.sample(position=torch.zeros(3, dtype=torch.complex64)),
+        ("position", "complex64", "int64"),
+    ),
+    "params on another row count": (
+        lambda b: b.sample(params=P.batch([b.params] * 2, b.full.device)),
+        ("params", "2", "3 rows"),
+    ),
+    "logits of another shape than they say": (
+        lambda b: b.sample(
+            DTensor.from_local(
+                b.full[:, :1], b.mesh, [Shard(1)], shape=torch.Size((3, 40)), stride=(40, 1)
+            )
+        ),
+        ("logits", "[3, 1]", "[3, 40]"),
     ),
 }
 

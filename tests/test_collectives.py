@@ -1,9 +1,14 @@
 """What ranks say to each other: the same on all of them, no more than promised, joined by each."""
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverloadPacket
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,10 +36,28 @@ class CollectiveTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # comes back as ops on local tensors
-        space, name = func._schema.name.split("::")
-        if "c10d" in space and name != "wait_tensor":
-            self.calls.append((name, *map(_shown, args)))
+        _record(self.calls, func._schema.name, args)
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def functional_collectives() -> Iterator[list[tuple[str, ...]]]:
+    """The same of functional collectives only, without the cost of looking at every op."""
+    calls: list[tuple[str, ...]] = []
+    original = OpOverloadPacket.__call__
+
+    def call(packet, /, *args, **kwargs):
+        _record(calls, packet._qualified_op_name, args)
+        return original(packet, *args, **kwargs)
+
+    with mock.patch.object(OpOverloadPacket, "__call__", call):
+        yield calls
+
+
+def _record(calls: list[tuple[str, ...]], op: str, args: Sequence[object]) -> None:
+    space, name = op.split("::")
+    if "c10d" in space and name != "wait_tensor":
+        calls.append((name, *map(_shown, args)))
 
 
 def _shown(value: object) -> str:
@@ -74,16 +97,15 @@ def random_steps(mesh, steps: int) -> list[tuple]:
         slots = list(dict.fromkeys(chosen.tolist()))
         exchange = str(rng.choice(EXCHANGES))
         logits = torch.from_numpy(rng.normal(0, 3, (len(slots), 13))).bfloat16().to(device)
-        with CollectiveTrace() as trace:
+        with functional_collectives() as planning:
             plan = sharders[int(rng.integers(len(OWNERS)))].plan(slots, exchange=exchange)
             hidden = plan.select(logits)
-        assert not trace.calls  # planning is silent
+        assert not planning
         sharded = shard_vocab(hidden, mesh)
-        with CollectiveTrace() as trace:
+        with functional_collectives() as calls:
             sampler(sharded, plan)
-        results.append(
-            (plan.exchange.name, len(slots), plan.cost(logits.dtype).collectives, trace.calls)
-        )
+        promised = plan.cost(logits.dtype).collectives
+        results.append((plan.exchange.name, len(slots), promised, calls))
     return results
 
 
@@ -96,37 +118,50 @@ def test_traces_of_random_steps(ranks):
         assert kinds == promised
         if ranks.size == 1 or count == 0:
             assert kinds == ()
-        elif exchange == "batch":
-            assert kinds == ("all_to_all", "all_gather")
-        elif exchange == "replicate":
-            assert kinds == ("all_gather", "all_gather")
-        else:
+        elif exchange == "vocab":
             assert "all_to_all" not in kinds
             assert all("float" not in argument for call in calls for argument in call)
+        else:
+            logits_by = "all_to_all" if exchange == "batch" else "all_gather"
+            assert kinds == (logits_by, "all_gather")
+            assert calls[0][1].startswith("torch.bfloat16")
+            assert calls[1][1].startswith("torch.int64")
     groups = {call[-1] for *_, calls in first for call in calls}
     assert len(groups) <= 1
     assert ranks.size == 1 or len({exchange for exchange, *_ in first}) == 3
 
 
-def one_call(mesh, rows: int, exchange: str) -> list[tuple[str, ...]]:
-    logits = shard_vocab(torch.zeros(rows, 10), mesh)
-    with CollectiveTrace() as trace:
+def all_collectives(mesh, rows: int, exchange: str) -> list[list[tuple[str, ...]]]:
+    """Of a stateless call and of an engine's step, issued in whatever way."""
+    state = SamplingState(mesh, vocab_size=10, max_num_reqs=rows, seed=0)
+    for slot in range(rows):
+        state.add(slot, SamplingParams(top_k=3))
+    plan = BatchSharder(state).plan(range(rows), exchange=exchange)
+    hidden = torch.zeros(rows, 10, dtype=torch.float16, device=mesh.device_type)
+    logits, step_logits = shard_vocab(hidden, mesh), shard_vocab(plan.select(hidden), mesh)
+    with CollectiveTrace() as stateless:
         sample(logits, SamplingParams(top_k=3), position=0, exchange=exchange)
-    return [call[:2] for call in trace.calls]
+    with CollectiveTrace() as step:
+        Sampler(state)(step_logits, plan)
+    return [[call[:2] for call in trace.calls] for trace in (stateless, step)]
 
 
 @worlds("cpu:1", "cpu:4")
-def test_collectives_of_a_stateless_call(ranks):
+def test_all_collectives(ranks):
     """Catches logits sent in another dtype, unpacked outputs, and talk on an axis of size 1."""
-    logits, result = "torch.float32[6, 3]", "torch.int64[2, 3]"
-    wanted = [("all_to_all_single", logits), ("all_gather_into_tensor", result)]
     for exchange in EXCHANGES:
-        got = ranks.run(one_call, 6, exchange)
-        assert all(calls == got[0] for calls in got)
+        first, *others = ranks.run(all_collectives, 6, exchange)
+        assert all(other == first for other in others)
         if ranks.size == 1:
-            assert got == [[]]
-        elif exchange in ("batch", "auto"):
-            assert got[0] == wanted
+            assert first == [[], []]
+        elif exchange == "batch":
+            assert first == [
+                [
+                    ("all_to_all_single", f"torch.float16[{rows}, 3]"),
+                    ("all_gather_into_tensor", "torch.int64[2, 3]"),
+                ]
+                for rows in (6, 8)  # a step's owners are padded to equal numbers of rows
+            ]
 
 
 def take_part_with_nothing(mesh) -> tuple[list[int], float]:

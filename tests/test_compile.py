@@ -1,15 +1,28 @@
 """Compiled steps: the eager tokens, and few compilations."""
 
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
 import numpy as np
+import pytest
+import torch
 from torch._dynamo.utils import counters
 
-from dtensor_sample import BatchSharder, Sampler, SamplingState
-from tests.batches import Batch, random_batch, shard_vocab, tokens
+from dtensor_sample import BatchSharder, Sampler, SamplingParams, SamplingState
+from tests.batches import Batch, Layout, random_batch, shard_vocab, tokens
 from tests.pool import worlds
+from tests.speculation import Speculation, expected, random_speculation, speculative_step
+
+SIZE = 64
+
+
+def forget_compilations(mesh) -> None:
+    torch._dynamo.reset()
 
 
 def compiled_steps(
-    mesh, batch: Batch, exchange: str, orders: list[list[int]]
+    mesh, batch: Batch, exchange: str, orders: list[list[int]], backend: str = "inductor"
 ) -> tuple[list[list[int]], int]:
     """Tokens of compiled steps over parts of a batch, and how many graphs were compiled."""
     state = SamplingState(
@@ -17,7 +30,8 @@ def compiled_steps(
     )
     for slot, params in enumerate(batch.params):
         state.add(slot, params)
-    sharder, sampler = BatchSharder(state), Sampler(state, compile=True)
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        sharder, sampler = BatchSharder(state), Sampler(state, compile=True)
     before = counters["stats"]["unique_graphs"]
     drawn = []
     for order in orders:
@@ -29,21 +43,104 @@ def compiled_steps(
     return drawn, counters["stats"]["unique_graphs"] - before
 
 
-@worlds("cpu:2", "cuda:2")
-def test_compiled_steps(ranks):
-    """Catches traced arithmetic that rounds otherwise, and a compilation for each size or feature.
-
-    Sizes 0 and 1 are frequent on owners, so they must not multiply compilations.
-    """
-    batch = random_batch(31, 64, 1003, seeded=True)
+def check(
+    ranks, exchange: str, sizes: list[int], backend: str, params: SamplingParams | None = None
+) -> int:
+    """Compare compiled steps of these sizes with the oracle; return the number of compilations."""
+    batch = random_batch(31, SIZE, 1003, dtype=torch.bfloat16, seeded=True)
+    if params is not None:
+        batch = replace(batch, params=[params] * SIZE)
     rng = np.random.default_rng(0)
-    sizes = [7, 0, 1, 2, 3, 64, *rng.integers(0, 65, 94)]
-    orders = [rng.permutation(64)[:size].tolist() for size in sizes]
+    orders = [rng.permutation(SIZE)[:size].tolist() for size in sizes]
     every = tokens(batch)
     wanted = [[every[i] for i in order] for order in orders]
+    results = ranks.run(compiled_steps, batch, exchange, orders, backend, timeout=150)
+    assert [drawn for drawn, _ in results] == [wanted] * ranks.size, exchange
+    compiled = [count for _, count in results]
+    assert compiled == [compiled[0]] * ranks.size
+    return compiled[0]
+
+
+MANY_SIZES = [7, 0, 1, 2, 3, SIZE, *np.random.default_rng(1).integers(0, SIZE + 1, 94).tolist()]
+
+
+@worlds("cpu:2", "cuda:2")
+def test_few_compilations(ranks):
+    """Catches a compilation for each batch size or mixture of features, and a graph break.
+
+    Owners often hold no row or one, which the compiler would each treat as a case of its own; and
+    all exchanges of a process share the compiler's limit on variants of one function.
+    """
+    ranks.run(forget_compilations)
+    assert check(ranks, "batch", MANY_SIZES, "eager") <= 4
+    assert check(ranks, "vocab", MANY_SIZES[:12], "eager") <= 4
+    assert check(ranks, "replicate", MANY_SIZES[:12], "eager") <= 4
+
+
+@worlds("cpu:2", "cuda:2")
+@pytest.mark.timeout(300)  # other work on the machine makes compiling slow
+def test_compiled_tokens(ranks):
+    """Catches traced arithmetic that rounds otherwise than the eager one, and lost collectives."""
+    ranks.run(forget_compilations)
+    assert check(ranks, "batch", [SIZE, 33], "inductor") == 1
+    assert check(ranks, "vocab", [SIZE, 33], "inductor", SamplingParams(min_p=0.01, seed=3)) == 1
+
+
+def verified_steps(
+    mesh, steps: list[Speculation], layout: Layout, method: str, backend: str
+) -> tuple[list[dict[str, list]], int]:
+    """Results of compiled verification, and how many graphs were compiled."""
+    before = counters["stats"]["unique_graphs"]
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        results = [speculative_step(mesh, step, layout, method) for step in steps]
+    return results, counters["stats"]["unique_graphs"] - before
+
+
+def check_verified(
+    ranks, sizes: list[int], exchange: str, method: str, backend: str, dtype: torch.dtype
+) -> int:
+    """Compare compiled verification with the oracle; return the number of compilations."""
+    steps = [
+        random_speculation(100 + size, size, 37, 3, dtype=dtype, draft_dtype=dtype)
+        for size in sizes
+    ]
+    layout = Layout(exchange=exchange, compile=True)
+    wanted = [expected(step, method) for step in steps]
+    results = ranks.run(verified_steps, steps, layout, method, backend, timeout=250)
+    assert [got for got, _ in results] == [wanted] * ranks.size
+    compiled = [count for _, count in results]
+    assert compiled == [compiled[0]] * ranks.size
+    return compiled[0]
+
+
+@worlds("cpu:2", "cuda:2")
+@pytest.mark.timeout(300)
+def test_compiled_verification(ranks):
+    """Catches graph breaks in verification, and a compilation for each size."""
+    ranks.run(forget_compilations)
+    assert check_verified(ranks, [20, 9, 0, 6], "batch", "block", "eager", torch.float32) == 1
+    assert check_verified(ranks, [9], "vocab", "standard", "eager", torch.bfloat16) == 1
+
+
+@pytest.mark.slow
+@worlds("cpu:2", "cuda:2")
+@pytest.mark.timeout(600)
+def test_compiled_verification_of_every_kind(ranks):
+    """The same for each exchange and method, and in generated code."""
+    ranks.run(forget_compilations)
+    for exchange in ("batch", "vocab", "replicate"):
+        for method in ("standard", "block"):
+            sizes = [20, 9, 1, 0, 2, 17]
+            assert check_verified(ranks, sizes, exchange, method, "eager", torch.float32) <= 4
     for exchange in ("batch", "vocab"):
-        results = ranks.run(compiled_steps, batch, exchange, orders, timeout=100)
-        assert all(drawn == wanted for drawn, _ in results)
-        compiled = {count for _, count in results}
-        assert len(compiled) == 1
-        assert compiled.pop() <= 4
+        assert check_verified(ranks, [9], exchange, "block", "inductor", torch.bfloat16) == 1
+
+
+@pytest.mark.slow
+@worlds("cpu:2", "cuda:2")
+@pytest.mark.timeout(600)
+def test_compiled_tokens_of_many_sizes(ranks):
+    """The same for each exchange and for graphs of every kind."""
+    ranks.run(forget_compilations)
+    for exchange in ("batch", "vocab", "replicate"):
+        assert check(ranks, exchange, MANY_SIZES, "inductor") <= 4, exchange

@@ -24,15 +24,24 @@ import regex  # type: ignore[import-untyped]
 import torch
 import weights
 from display import Display, LineDisplay
+from drafters import Drafter, ModelDrafter, NgramDrafter
 from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize
-from llama import load_llama
+from llama import Llama, load_llama
 from meter import Meter
+from prompts import Request
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_sample import Sampler, SamplingParams, SamplingState
+from dtensor_sample import (
+    RejectionSampler,
+    Sampler,
+    SamplerOutput,
+    SamplingParams,
+    SamplingState,
+    ShardPlan,
+)
 from tests.pool import Ranks, worlds
 
 DECODE = Path(script.__file__)
@@ -47,16 +56,16 @@ def decode_prompts(
     params: Sequence[SamplingParams],
     *,
     max_num_reqs: int,
-    max_new_tokens: int = NEW_TOKENS,
+    sampler_class: type[Sampler] = Sampler,
+    compare: bool = False,
 ) -> list[list[int]]:
     """What decode.py does on the ranks of a mesh."""
     checkpoint = weights.open_checkpoint(path)
     tokenizer = checkpoint.tokenizer
     requests = [
-        script.Request(
+        Request(
             index=i,
             prompt="",
-            shown_prompt="",
             prompt_token_ids=prompt_token_ids,
             params=params[i],
             stream=tokenizer.stream(),
@@ -69,11 +78,11 @@ def decode_prompts(
     script.decode(
         model,
         requests,
-        Sampler(SamplingState(mesh, vocab_size=V, max_num_reqs=max_num_reqs)),
+        sampler_class(SamplingState(mesh, vocab_size=V, max_num_reqs=max_num_reqs)),
         mesh=mesh,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=NEW_TOKENS,
         eos_token_ids=tokenizer.eos_token_ids,
-        compare=False,
+        compare=compare,
         meter=Meter(mesh.device_type),
         display=Display(),
     )
@@ -181,14 +190,21 @@ LLAMA3 = {
 }
 
 
-def save_small(path: Path, *, tied: bool) -> Any:
-    """Write a random model as a Hugging Face directory; return the same in transformers."""
+def save_small(path: Path, *, tied: bool, noise: float = 0.0, **changes: object) -> Any:
+    """Write a random model as a Hugging Face directory; return the same in transformers.
+
+    The same but for `noise` added to its matrices.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     rope = None if tied else dict(LLAMA3)
     torch.manual_seed(1)
-    config = LlamaConfig(**SMALL, tie_word_embeddings=tied, rope_parameters=rope)
+    config = LlamaConfig(**SMALL | changes, tie_word_embeddings=tied, rope_parameters=rope)
     model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if noise and weight.ndim == 2:
+                weight += noise * torch.randn_like(weight)
     model.save_pretrained(path, max_shard_size="5GB" if tied else "200KB")
     ids = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     ids |= {f"<{i}>": i for i in range(len(ids), SMALL["vocab_size"])}
@@ -219,7 +235,7 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@worlds("cpu:1", "cpu:2", "cpu:4")
+@worlds("cpu:1", "cpu:2", "cpu:4", "cuda:2")
 def test_small_model_equals_transformers(ranks: Ranks, small: tuple[Path, Any]) -> None:
     """Mistakes in the parts that ranks read, in uneven vocabularies and in padding change ids."""
     path, model = small
@@ -239,6 +255,166 @@ def test_batching_changes_no_text(ranks: Ranks, small_path: Path) -> None:
         for prompt, own in zip(SMALL_PROMPTS, params, strict=True)
     ]
     assert together == alone
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random model whose texts repeat themselves at times, and one that often agrees with it."""
+    target, draft = (tmp_path_factory.mktemp(name) for name in ("target", "draft"))
+    save_small(target, tied=True, initializer_range=0.16)
+    save_small(draft, tied=True, initializer_range=0.16, noise=0.008)
+    return target, draft
+
+
+SPECULATIVE_PROMPTS = [[3, 4, 5] * 5, [1] * 20, [17], [5, 900, 3]]
+Texts = list[list[int]]
+
+
+def speculate(
+    mesh: DeviceMesh,
+    path: Path,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    runs: Sequence[tuple[str, str, Path | None]],
+    *,
+    max_new_tokens: int = 12,
+    eos_token_ids: frozenset[int] = frozenset(),
+    drafter_class: type[ModelDrafter] = ModelDrafter,
+) -> list[tuple[Texts, dict[str, Any]]]:
+    """Texts and figures of some runs: exchange, method, and the draft model; without it n-grams.
+
+    The method "" decodes plainly. Prompts take turns in two slots.
+    """
+    checkpoint = weights.open_checkpoint(path)
+
+    def load(path: Path) -> Llama:
+        model = load_llama(weights.open_checkpoint(path), mesh, dtype=torch.float32)
+        model.allocate_cache(max_num_reqs=2, max_length=64)
+        return model
+
+    model, results = load(path), []
+    greedy = all(own.greedy for own in params)
+    for exchange, method, draft_path in runs:
+        requests = [
+            Request(
+                index=i,
+                prompt="",
+                prompt_token_ids=prompt_token_ids,
+                params=params[i],
+                stream=checkpoint.tokenizer.stream(),
+            )
+            for i, prompt_token_ids in enumerate(prompts)
+        ]
+        state = SamplingState(
+            mesh,
+            vocab_size=checkpoint.config.vocab_size,
+            max_num_reqs=2,
+            num_speculative_tokens=4,
+            exchange=exchange,
+        )
+        sampler: Sampler | RejectionSampler = Sampler(state)
+        drafter: Drafter | None = None
+        if method:
+            sampler, drafter = RejectionSampler(state, method=method), NgramDrafter()
+        if draft_path is not None:
+            drafter = drafter_class(load(draft_path), state, greedy=greedy)
+        meter = Meter(mesh.device_type)
+        script.decode(
+            model,
+            requests,
+            sampler,
+            drafter=drafter,
+            mesh=mesh,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=eos_token_ids,
+            meter=meter,
+        )
+        assert meter.figures()["tokens"] == sum(len(request.token_ids) for request in requests)
+        results.append(([request.token_ids for request in requests], meter.speculation()))
+    return results
+
+
+@worlds("cpu:1", "cpu:2", "cuda:2")
+def test_speculation_changes_no_greedy_text(ranks: Ranks, pair: tuple[Path, Path]) -> None:
+    """Whatever drafts; and drafts of the model itself are all accepted.
+
+    Mistakes in what either cache holds after refused drafts, in positions, or in which rows of the
+    packed batch are whose change texts or lose drafts.
+    """
+    target, draft = pair
+    runs = [
+        ("auto", "", None),
+        ("batch", "block", None),
+        ("vocab", "standard", draft),
+        ("batch", "block", target),
+    ]
+    if ranks.size == 2:
+        runs += [("replicate", "block", draft), ("vocab", "standard", None)]
+    params = greedy(len(SPECULATIVE_PROMPTS))
+    results = ranks.run(speculate, target, SPECULATIVE_PROMPTS, params, runs)
+    assert all(result == results[0] for result in results)
+    (texts, _), *speculated = results[0]
+    assert all(len(text) == 12 for text in texts)
+    for (own, figures), (_, _, path) in zip(speculated, runs[1:], strict=True):
+        assert own == texts
+        if path == target:
+            # 1 token from the prompt, 5 from 4 drafts, 5 again, and 1 that needs no draft.
+            assert figures["acceptance_per_position"] == [1.0] * 4
+            assert figures["tokens_per_target_step"] == 12 / 4
+        else:
+            assert 0 < figures["accepted_tokens"] < figures["drafted_tokens"]
+
+
+class Forgetful(ModelDrafter):
+    """Shows its model the whole text again for every block."""
+
+    def propose(self, *args: Any) -> list[list[int]]:
+        self._num_cached.clear()
+        return super().propose(*args)
+
+
+@worlds("cpu:1")
+def test_a_draft_model_remembers_texts_as_they_are(ranks: Ranks, pair: tuple[Path, Path]) -> None:
+    """Refused drafts in its cache do not change what it drafts next."""
+    target, draft = pair
+    params = SamplingParams(temperature=0.8, seed=5).spawn(len(SPECULATIVE_PROMPTS))
+    args = (target, SPECULATIVE_PROMPTS, params, [("auto", "block", draft)])
+    remembered = ranks.run(speculate, *args)
+    assert remembered == ranks.run(speculate, *args, drafter_class=Forgetful)
+
+
+@worlds("cpu:2")
+def test_speculative_texts_end_where_they_should(ranks: Ranks, pair: tuple[Path, Path]) -> None:
+    """At the token that ends a text, in the middle of a block, and at the most tokens allowed."""
+    target, draft = pair
+    args = (SPECULATIVE_PROMPTS, greedy(len(SPECULATIVE_PROMPTS)))
+    [(texts, _)] = ranks.run(speculate, target, *args, [("batch", "", None)])[0]
+    end = texts[0][7]
+    expected = [text[: text.index(end) + 1] if end in text else text[:10] for text in texts]
+    limits: dict[str, Any] = {"max_new_tokens": 10, "eos_token_ids": frozenset([end])}
+    runs = [("batch", "block", path) for path in (target, draft)]
+    for own, _ in ranks.run(speculate, target, *args, runs, **limits)[0]:
+        assert own == [text[:10] for text in expected]
+
+
+@worlds("cpu:2")
+def test_random_speculative_texts(ranks: Ranks, pair: tuple[Path, Path]) -> None:
+    """The same under every exchange; drafts drawn from the model itself are all accepted."""
+    target, draft = pair
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=5).spawn(3)
+    runs = [
+        ("batch", "block", draft),
+        ("vocab", "block", draft),
+        ("replicate", "block", draft),
+        ("vocab", "block", target),
+        ("batch", "standard", target),
+    ]
+    results = ranks.run(speculate, target, SPECULATIVE_PROMPTS[:3], params, runs)
+    assert results[0] == results[1]
+    drafted, own = results[0][:3], results[0][3:]
+    assert all(result == drafted[0] for result in drafted)
+    assert 0 < drafted[0][1]["accepted_tokens"] < drafted[0][1]["drafted_tokens"]
+    assert all(figures["acceptance_per_position"] == [1.0] * 4 for _, figures in own)
 
 
 def test_parts_of_a_gguf_file_are_parts_of_the_whole(default: weights.Checkpoint) -> None:
@@ -388,7 +564,7 @@ def test_a_character_cut_short_is_shown_at_the_end(default: weights.Checkpoint) 
 def test_lines_are_whole_words_of_one_text() -> None:
     """Without a terminal, texts that grow together come as lines that say whose they are."""
     out = io.StringIO()
-    display = LineDisplay(Console(file=out, width=80))
+    display = LineDisplay("", Console(file=out, width=80))
     words = [f"word{i} " for i in range(20)]
     display.begin(0, "Once ")
     display.begin(1, "Twice ")
@@ -420,15 +596,29 @@ def test_bad_arguments_are_refused(
 ) -> None:
     empty = tmp_path / "empty"
     empty.write_text("\n")
+    other, short = (tmp_path / name for name in ("other", "short"))
+    for path, change in ((other, {"vocab_size": 500}), (short, {"max_position_embeddings": 16})):
+        path.mkdir()
+        settings = json.loads((small_path / "config.json").read_text()) | change
+        (path / "config.json").write_text(json.dumps(settings))
+        (path / "model.safetensors").symlink_to(small_path / "model.safetensors")
+    own_draft: list[object] = ["--speculate", "draft", "--draft-model", small_path]
     cases: list[tuple[list[object], str]] = [
         (["--top-p", 3], "top_p must be"),
         (["--temperature", -1], "temperature must be"),
         (["--seed", -1], "seed must be"),
         (["a", " "], "prompt 1 is empty"),
-        (["a" * 250], "prompt 0 has 250 tokens, and 32 new ones: more than the model's .* 256"),
+        (["a" * 250], "prompt 0 has 250 tokens, and 24 new ones: more than the model's .* 256"),
         (["--prompt-file", tmp_path / "none"], "no prompt file"),
         (["--prompt-file", empty], "no prompt in"),
         (["--chat", "a"], "the model has no chat template"),
+        ([*own_draft, "--compare", "--temperature", 1], "--compare needs --temperature 0"),
+        (["--speculate", "draft", "--draft-model", other], "model's vocabulary of 1003 ids, got 5"),
+        (
+            ["--speculate", "draft", "--draft-model", short, "Hello"],
+            "a context of 29 tokens, .* got 16",
+        ),
+        (["--speculate", "draft", "--draft-model", empty], "empty is no GGUF file"),
     ]
     for arguments, message in cases:
         error = error_of("--model", small_path, *arguments, monkeypatch=monkeypatch)
@@ -438,13 +628,30 @@ def test_bad_arguments_are_refused(
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--max-new-tokens 0", "--max-num-reqs 0", "--exchange ring", "--dtype int8", "--top-k x"],
+    [
+        "--max-new-tokens 0",
+        "--max-num-reqs 0",
+        "--exchange ring",
+        "--dtype int8",
+        "--top-k x",
+        "--speculate guess",
+        "--num-speculative-tokens 0",
+        "--method rows",
+    ],
 )
 def test_bad_options_are_refused(
     arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert error_of(*arguments.split(), monkeypatch=monkeypatch) == "2"
     assert f"argument {arguments.split()[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ["--speculate draft", "--draft-model x --speculate ngram"])
+def test_a_draft_model_and_its_use_need_each_other(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error_of(*arguments.split(), monkeypatch=monkeypatch) == "2"
+    assert "--speculate draft and --draft-model need each other" in capsys.readouterr().err
 
 
 def test_models_of_other_kinds_are_refused(tmp_path: Path, small_path: Path) -> None:
@@ -521,6 +728,49 @@ def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> Non
     assert figures["tokens_per_second"] > 0 < figures["wire_bytes"]
     assert 0 < figures["logits_bytes"] <= figures["replicated_logits_bytes"]
     assert "[0] abc" in stderr
+
+
+def test_json_of_speculation(pair: tuple[Path, Path]) -> None:
+    """All exchanges agree on what they accept, and on texts that are those without speculation."""
+    target, draft = pair
+    arguments: list[object] = ["--model", target, "--draft-model", draft, "--speculate", "draft"]
+    arguments += ["--num-speculative-tokens", 3, "--compare", "--json", "Hello", "x"]
+    stdout, stderr = run(DECODE, *arguments)
+    figures = json.loads(stdout)["figures"]
+    assert set(figures["step_ms"]) == {"draft", "plan", "model", "compare", "verify", "total"}
+    speculation = figures["speculation"]
+    assert len(speculation["acceptance_per_position"]) == 3
+    assert speculation["method"] == "block"
+    assert figures["steps"] < 24 < figures["tokens"] == 48
+    assert speculation["tokens_per_target_step"] > 1 < speculation["acceptance_length"]
+    assert 0 < speculation["accepted_tokens"] < speculation["drafted_tokens"]
+    assert f"by {draft.name}, at most 3 a step" in stderr
+
+
+class Wrong(Sampler):
+    """Samples the next id under one of the exchanges."""
+
+    def gather(self, drawn_RW: torch.Tensor, plan: ShardPlan) -> SamplerOutput:
+        output = super().gather(drawn_RW, plan)
+        if plan.exchange.name == "vocab":
+            output.token_ids.add_(1)
+        return output
+
+
+def compare_wrongly(mesh: DeviceMesh, path: Path) -> str:
+    try:
+        params = greedy(1)
+        kinds: dict[str, Any] = {"sampler_class": Wrong, "compare": True}
+        decode_prompts(mesh, path, SMALL_PROMPTS[:1], params, max_num_reqs=1, **kinds)
+    except SystemExit as error:
+        return str(error)
+    return ""
+
+
+@worlds("cpu:2")
+def test_compare_ends_every_rank_if_a_token_differs(ranks: Ranks, small_path: Path) -> None:
+    for error in ranks.run(compare_wrongly, small_path):
+        assert "the exchanges differ at positions [3]" in error
 
 
 def test_one_process(small_path: Path) -> None:

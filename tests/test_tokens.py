@@ -62,7 +62,7 @@ def test_stateless_grid(ranks, dtype, exchange):
     size=st.sampled_from(SIZES),
     dtype=st.sampled_from(DTYPES),
     padding=st.integers(0, 3),
-    exchange=st.sampled_from(EXCHANGES),
+    exchange=st.sampled_from((*EXCHANGES, "auto")),
     owners=st.sampled_from(OWNERS),
     spare=st.integers(0, 2),
 )

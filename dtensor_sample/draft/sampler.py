@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from dtensor_sample import ops
-from dtensor_sample.params import integer
+from dtensor_sample import check, ops
 from dtensor_sample.plan import ShardPlan
 from dtensor_sample.random import DRAFT
 from dtensor_sample.sampler import draw
@@ -24,6 +23,7 @@ class DraftSampler:
     """
 
     def __init__(self, state: SamplingState, *, greedy: bool = False) -> None:
+        check.instance("state", state, SamplingState)
         if state.num_speculative_tokens == 0:
             raise ValueError("state must have num_speculative_tokens >= 1 to draft, got 0")
         self.state, self.greedy = state, greedy
@@ -32,10 +32,11 @@ class DraftSampler:
         """Draw draft token `step` of each request; every rank of the axis must call this.
 
         Args:
-            draft_logits: DTensor [num_rows, V], one row a request, in the plan's order.
+            draft_logits: DTensor [num_rows, V], one row a request, in the plan's order; of one
+                dtype over the life of the state, and under `vocab` padded as the target's are.
             plan: of one row a request. Positions do not advance: all drafts of a block are keyed by
                 the position of its first token and by their step.
-            step: in [0, K); 0 begins a new block.
+            step: in [0, K); 0 begins a new block. Drafts of a block are all drawn or all greedy.
 
         Returns:
             [B] int64 plain tensor in batch order, the same on every rank; -1 where no token is
@@ -44,14 +45,17 @@ class DraftSampler:
         Raises:
             ValueError: names the argument; on every rank alike, before any collective.
         """
-        state, K = self.state, self.state.num_speculative_tokens
-        step = integer("step", step)
-        if not 0 <= step < K:
-            raise ValueError(f"step must be in [0, {K}), got {step}")
-        kept = [not (self.greedy or state.params_of(slot).greedy) for slot in plan.slots]
-        state.drafts.check_step(plan, step, kept, getattr(draft_logits, "dtype", None))
-        rows = plan.place(draft_logits, state, most_rows=1)
-        state.drafts.write(rows, plan, step, kept)
+        state, kept, error = self.state, [], None
+        try:
+            step = check.integer("step", step, 0, state.num_speculative_tokens - 1)
+            kept = [not (self.greedy or state.request(slot).params.greedy) for slot in plan.slots]
+            state.drafts.check_step(plan, step, kept, draft_logits)
+        except ValueError as refused:
+            error = refused
+        rows = plan.place(
+            draft_logits, state, most_rows=1, error=error, step=step, greedy=self.greedy
+        )
+        state.drafts.write(rows, plan, step, kept, draft_logits.shape[-1])
         params = plan.row_params()
         if self.greedy:
             params = params._replace(greedy=torch.ones_like(params.greedy))

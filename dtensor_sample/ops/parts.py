@@ -11,20 +11,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 PARTS = 16
-"""Parts of each segment: 8192 logits each for a vocabulary of 128 K on one rank."""
+"""Parts of each segment: 8080 logits each for a vocabulary of 129280 on one rank."""
+ALIGNMENT = 16
+"""Parts begin at multiples of it, for wide loads."""
 _LEAST, _MOST = 256, 2048
 
 
-def lanes(width: int) -> int:
-    """Logits of a part that a kernel reads at once: a power of two that divides `part_width`."""
-    quarter = -(-width // (4 * PARTS))
-    return min(max(1 << (quarter - 1).bit_length(), _LEAST), _MOST)
-
-
 def part_width(width: int) -> int:
-    """Columns of each part of a segment of `width` columns; the last parts may be empty."""
-    step = lanes(width)
-    return -(-width // (PARTS * step)) * step
+    """Columns of each part of a segment of `width` columns; the last parts may be shorter."""
+    return -(-width // (PARTS * ALIGNMENT)) * ALIGNMENT
+
+
+def lanes(width: int) -> int:
+    """Logits of a part that a kernel reads at once: a power of two, a part in four to eight."""
+    quarter = max(part_width(width) // 4, 1)
+    return min(max(1 << quarter.bit_length() - 1, _LEAST), _MOST)
 
 
 def part_sums(amount_RSv: Tensor) -> Tensor:

@@ -5,10 +5,10 @@ Every float operation that precedes a decision is in this file (and, for GPUs, i
 it in another way. Weights are integers: they add up to the same sum in any order, over any blocks
 and shards, which is what makes every layout agree.
 
-The exponential uses nothing but operations that IEEE 754 rounds in one way, so CPUs and GPUs agree
-on it: `2**y = 2**n * 2**f`, n the nearest integer, and 2**f for |f| <= 1/2 by a polynomial of fused
-multiply-adds in float32, within 1.6e-7, monotone, and 1 at 0. What y loses when it is rounded to
-float32 moves weights by more than that once y < -4.
+The exponential uses nothing but float32 operations that IEEE 754 rounds in one way, fused
+multiply-adds among them, so CPUs and GPUs agree on it. An exponent y, the difference to the largest
+logit times log2(e) / temperature, is split without loss into the nearest integer n and a fraction
+f, which is then rounded; 2**f comes from a polynomial within 1.6e-7, monotone, and 1 at 0.
 
 Rejected (H200, torch 2.11, 2026-11-29; sums of weights of 256 x 129280 bf16 logits, 16 us to read
 them): an integer polynomial of degree 6 with 31-bit coefficients, error 3e-9, took 55 us, since the
@@ -24,10 +24,6 @@ COEFFICIENTS = (1.0, 0.69314702, 0.24022232, 0.05550685, 0.00967197, 0.00132777)
 """Of 2**f on [-1/2, 1/2], constant term first; as float32."""
 LOWEST_EXPONENT = -64.0
 """A token with a smaller exponent weighs nothing, whatever the vocabulary size."""
-LIFT = 3.0
-"""Added to every exponent y, which leaves no bits below 2**-23: see `weights`."""
-NEAREST = 1.5 * 2**23
-"""Adding and subtracting it rounds a float32 to the nearest integer."""
 
 
 def weight_bits(vocab_size: int) -> int:
@@ -87,28 +83,40 @@ def weights(
         scale_R: float32, log2(e) / temperature.
         vocab_size: V, fixes S.
     """
-    exponent_RSv = (value_RSv - peak_R[:, None, None]) * scale_R[:, None, None]
+    exponent_RSv = (value_RSv - peak_R[:, None, None]).double() * scale_R[:, None, None]
     kept_RSv = (value_RSv >= floor_R[:, None, None]) & (value_RSv > -torch.inf)
     kept_RSv &= exponent_RSv >= LOWEST_EXPONENT
-    lifted_RSv = torch.where(kept_RSv, exponent_RSv, LOWEST_EXPONENT) + LIFT
-    whole_RSv = (lifted_RSv + NEAREST) - NEAREST
-    power_RSv = _power(lifted_RSv - whole_RSv).double()
-    shift_RSv = whole_RSv.to(torch.int64) + (weight_bits(vocab_size) - int(LIFT))
+    exponent_RSv = torch.where(kept_RSv, exponent_RSv, LOWEST_EXPONENT)
+    whole_RSv = exponent_RSv.round()
+    power_RSv = _power((exponent_RSv - whole_RSv).float()).double()
+    shift_RSv = whole_RSv.to(torch.int64) + weight_bits(vocab_size)
     factor_RSv = (shift_RSv + 1023 << 52).view(torch.float64)
     return (power_RSv * factor_RSv + 0.5).to(torch.int64)
 
 
 def _power(fraction: Tensor) -> Tensor:
-    """2**fraction in float32 by fused multiply-adds.
-
-    Float64 holds each product and sum exactly, as a fraction has no bits below 2**-23, so that
-    rounding to float32 is the only one.
-    """
+    """2**fraction in float32 by fused multiply-adds."""
     coefficients = torch.tensor(COEFFICIENTS, dtype=torch.float32).tolist()
-    power, fraction = torch.full_like(fraction, coefficients[-1]), fraction.double()
+    power = torch.full_like(fraction, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
-        power = (power.double() * fraction + coefficient).float()
+        power = _fused_multiply_add(power, fraction, coefficient)
     return power
+
+
+def _fused_multiply_add(a: Tensor, b: Tensor, c: float) -> Tensor:
+    """Float32 a * b + c > 0 rounded once, for |a * b| <= c.
+
+    Float64 holds the product exactly. The sum may have to be rounded to float64 and then again to
+    float32, which goes wrong where the first rounding ends halfway between two float32: there the
+    error of the first decides.
+    """
+    product = a.double() * b.double()
+    total = product + c
+    halfway = (total.view(torch.int64) & (1 << 29) - 1) == 1 << 28
+    if halfway.any():
+        error = product - (total - c)
+        total = (total.view(torch.int64) + error.sign().to(torch.int64) * halfway).view(total.dtype)
+    return total.float()
 
 
 def ordered_keys(value: Tensor) -> Tensor:

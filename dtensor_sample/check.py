@@ -1,0 +1,94 @@
+"""Checks of what users pass: one message a property, naming argument, expectation and value.
+
+All of them read host data only, so that equal arguments are refused on every rank alike, before any
+collective.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+from torch import Tensor
+
+T = TypeVar("T")
+INT64_MAX = (1 << 63) - 1
+
+
+def integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+    """`value` as an int in [low, high]; ValueError for anything else, bools and floats included."""
+    expected = "an integer"
+    if low is not None:
+        expected += f" >= {low}" if high is None else f" in {_range(low, high)}"
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} must be {expected}, got {value!r}") from None
+    if (low is not None and number < low) or (high is not None and number > high):
+        raise ValueError(f"{name} must be {expected}, got {number}")
+    return number
+
+
+def _range(low: int, high: int) -> str:
+    bits = high.bit_length()
+    return f"[{low}, 2**{bits})" if bits > 30 and high + 1 == 1 << bits else f"[{low}, {high}]"
+
+
+def real(name: str, value: object, high: float = math.inf) -> float:
+    """`value` as a finite float in [0, high]."""
+    expected = "a finite number >= 0" if high == math.inf else f"a number in [0, {high:g}]"
+    try:
+        if isinstance(value, bool | np.bool_ | str | bytes):
+            raise TypeError
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise ValueError(f"{name} must be {expected}, got {value!r}") from None
+    if not (math.isfinite(number) and 0 <= number <= high):
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+    return number
+
+
+def seed_bits(name: str, value: object) -> int:
+    """`value` as a seed: an int of 64 bits without sign."""
+    return integer(name, value, 0, (1 << 64) - 1)
+
+
+def vocabulary(value: object) -> int:
+    """`value` as a vocabulary size: below 2**31."""
+    return integer("vocab_size", value, 1, (1 << 31) - 1)
+
+
+def integers(
+    name: str,
+    values: object,
+    length: int | None = None,
+    low: int | None = None,
+    high: int | None = None,
+) -> list[int]:
+    """A flat sequence of ints on the host in [low, high]; arrays and CPU tensors too."""
+    if isinstance(values, Tensor) and not values.is_cpu:
+        raise ValueError(f"{name} must be host data, got a tensor on {values.device}")
+    if isinstance(values, Tensor | np.ndarray):
+        values = values.tolist()
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise ValueError(f"{name} must be a sequence of integers, got {values!r}")
+    if length is not None and len(values) != length:
+        raise ValueError(f"{name} must have {length} entries, got {len(values)}")
+    return [integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(values)]
+
+
+def one_of(name: str, value: object, choices: Sequence[str]) -> str:
+    """`value` if it is one of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {tuple(choices)}, got {value!r}")
+    return value
+
+
+def instance(name: str, value: object, kind: type[T]) -> T:
+    """`value` if it is of a kind."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    return value

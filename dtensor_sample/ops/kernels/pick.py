@@ -1,0 +1,169 @@
+"""Finding the token at a point of a row's running sum, and making the point."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dtensor_sample.ops.kernels.values import (
+    EXACT_BITS,
+    clean,
+    integer_weight,
+    least_kept,
+    load,
+    segment_count,
+    source_row,
+)
+from dtensor_sample.ops.parts import PARTS, part_width
+from dtensor_sample.ops.values import count_rows, weight_bits
+
+_PARTS = tl.constexpr(PARTS)
+_TILE = 8192
+
+
+@triton.jit
+def _aim_kernel(
+    sum_ptr,  # [R, P, PARTS] int64
+    uniform_ptr,  # [R] int64
+    start_ptr,  # out: [R, P, PARTS] int64
+    point_ptr,  # out: [R] int64
+    parts,  # P * PARTS
+    ALL_PARTS: tl.constexpr,  # rounded up to a power of two
+):
+    """Exclusive sums of each row's parts, and uniform * total / 2**62.
+
+    Example: sums [4, 0, 2] and a uniform of 2**61 give starts [0, 4, 4] and the point 3.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, ALL_PARTS)
+    sums = tl.load(sum_ptr + row * parts + part, mask=part < parts, other=0)
+    tl.store(start_ptr + row * parts + part, tl.cumsum(sums, 0) - sums, mask=part < parts)
+    # Both factors are at most 2**62: doubled, the high word of their product is the one wanted.
+    total = (tl.sum(sums, 0) << 1).to(tl.uint64, bitcast=True)
+    uniform = (tl.load(uniform_ptr + row) << 1).to(tl.uint64, bitcast=True)
+    tl.store(point_ptr + row, tl.umulhi(uniform, total).to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _pick_kernel(
+    x_ptr,  # [N, S, v] logits
+    stride_n,
+    stride_s,
+    stride_v,
+    first_ptr,  # [S] int64
+    rows_ptr,  # [R] int64, or unused
+    peak_ptr,  # [R] float32
+    floor_ptr,  # [R] float32
+    scale_ptr,  # [R] float32
+    start_ptr,  # [R, S, PARTS] int64, any row stride
+    start_stride,
+    point_ptr,  # [R] int64
+    id_ptr,  # out: [R] int64
+    segments,  # S
+    width,  # v
+    part_columns,  # columns of a part
+    vocab_size,
+    TOP: tl.constexpr,  # largest finite value of the logits' dtype
+    UNIT: tl.constexpr,  # stride_v is 1
+    HAS_ROWS: tl.constexpr,
+    BITS: tl.constexpr,  # S of `weight_bits`
+    EXACT: tl.constexpr,  # whether BITS allows exact float64 sums
+    ALL_PARTS: tl.constexpr,  # S * PARTS, rounded up to a power of two
+    TILE: tl.constexpr,  # columns read at once
+):
+    """One row: the last part that starts at or before the point, then the token in it.
+
+    Example: parts that start at [0, 4, 4] hold the points 0 to 3 and, in the last, 4 and up.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    point = tl.load(point_ptr + row)
+    part = tl.arange(0, ALL_PARTS)
+    starts = tl.load(
+        start_ptr + row * start_stride + part,
+        mask=part < segments * _PARTS,
+        other=0x7FFFFFFFFFFFFFFF,
+    )
+    at = tl.max(tl.where(starts <= point, part, -1), 0)
+    running = tl.sum(tl.where(part == at, starts, 0), 0)
+    found = tl.full([], 0x7FFFFFFF, tl.int32)
+    segment = tl.maximum(at, 0) // _PARTS
+    source = source_row(rows_ptr, row, HAS_ROWS)
+    count = segment_count(first_ptr, segment, source, width, vocab_size)
+    base = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
+    peak = tl.load(peak_ptr + row)
+    scale = tl.load(scale_ptr + row)
+    least = least_kept(peak, tl.load(floor_ptr + row), scale)
+    begin = (tl.maximum(at, 0) % _PARTS) * part_columns
+    end = tl.where(at < 0, begin, tl.minimum(begin + part_columns, count))
+    for step in range(begin, end, TILE):
+        column = step + tl.arange(0, TILE)
+        x = clean(load(base, column, stride_v, column < width, UNIT), column < end, TOP)
+        amounts = integer_weight(x, peak, least, scale, BITS, EXACT)
+        beyond = tl.cumsum(amounts, 0) + running > point
+        found = tl.minimum(found, tl.min(tl.where(beyond, column, 0x7FFFFFFF), 0))
+        running += tl.sum(amounts, 0)
+    token = tl.load(first_ptr + segment) + found
+    tl.store(id_ptr + row, tl.where(found == 0x7FFFFFFF, -1, token))
+
+
+def aim(sum_RPC: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The kernel of `ops.aim`."""
+    sum_RPC = sum_RPC.contiguous()
+    start_RPC, point_R = torch.empty_like(sum_RPC), torch.empty_like(uniform_R)
+    R, P, C = sum_RPC.shape
+    if R > 0:
+        _aim_kernel[(R,)](
+            sum_RPC,
+            uniform_R,
+            start_RPC,
+            point_R,
+            P * C,
+            ALL_PARTS=triton.next_power_of_2(P * C),
+            num_warps=1,
+        )
+    return start_RPC, point_R
+
+
+def pick(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    start_RSC: Tensor,
+    point_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    """The kernel of `ops.pick`."""
+    (_, S, v), R = x_NSv.shape, count_rows(x_NSv, rows_R)
+    id_R = first_id_S.new_empty(R)
+    bits = weight_bits(vocab_size)
+    if R > 0:
+        _pick_kernel[(R,)](
+            x_NSv,
+            *x_NSv.stride(),
+            first_id_S,
+            rows_R,
+            peak_R,
+            floor_R,
+            scale_R,
+            start_RSC,
+            start_RSC.stride(0),
+            point_R,
+            id_R,
+            S,
+            v,
+            part_width(v),
+            vocab_size,
+            TOP=torch.finfo(x_NSv.dtype).max,
+            UNIT=x_NSv.stride(2) == 1,
+            HAS_ROWS=rows_R is not None,
+            BITS=bits,
+            EXACT=bits <= EXACT_BITS,
+            ALL_PARTS=triton.next_power_of_2(S * PARTS),
+            TILE=min(_TILE, triton.next_power_of_2(part_width(v))),
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+    return id_R

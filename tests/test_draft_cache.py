@@ -1,0 +1,271 @@
+"""The draft-logits cache over the life of an engine, against a dict, and its size."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dtensor_sample import (
+    BatchSharder,
+    DraftSampler,
+    RejectionSampler,
+    Sampler,
+    SamplingParams,
+    SamplingState,
+)
+from tests import oracle
+from tests.batches import OWNERS, library_weights, random_batch, random_params, shard_vocab
+from tests.speculation import rows_of
+
+SLOTS, V, K, PADDING = 9, 11, 3, 2
+EXCHANGES = ("batch", "vocab", "replicate")
+
+
+@dataclass
+class Live:
+    """What an engine would know of the request in a slot."""
+
+    params: SamplingParams
+    position: int
+    drafts: list[int] = field(default_factory=list)
+    rows: list[oracle.Row] = field(default_factory=list)
+    """What each draft was drawn from, where kept."""
+
+
+class Script:
+    """Random events of an engine, and what each must give. Requests, drafts, caches: one dict."""
+
+    def __init__(self, seed: int, method: str, dtype: torch.dtype) -> None:
+        self.rng, self.method, self.dtype = np.random.default_rng(seed), method, dtype
+        self.live: dict[int, Live] = {}
+        self.events: list[tuple] = []
+        self.answers: list[Any] = []
+        while len(self.live) < 5:
+            self.add()
+
+    def logits(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        seed = int(self.rng.integers(2**32))
+        logits = random_batch(seed, rows, V, dtype=dtype, padding=PADDING).logits
+        # Near to each other, so that drafts are accepted now and then.
+        return (logits / 4).to(dtype) if self.rng.random() < 0.8 else logits
+
+    def some(self, slots) -> list[int]:
+        slots = list(slots)
+        return self.rng.permutation(slots)[: self.rng.integers(len(slots) + 1)].tolist()
+
+    def put(self, answer: Any, *event: Any) -> None:
+        owners = str(self.rng.choice(OWNERS))
+        self.events.append((event[0], owners, *event[1:]))
+        self.answers.append(answer)
+
+    def add(self) -> None:
+        free = [slot for slot in range(SLOTS) if slot not in self.live]
+        if free:
+            slot, position = int(self.rng.choice(free)), int(self.rng.integers(100))
+            params = random_params(self.rng, V, seeded=True)
+            self.live[slot] = Live(params, position)
+            self.put(None, "add", slot, params, position)
+
+    def remove(self) -> None:
+        for slot in self.some(self.live)[:2]:
+            del self.live[slot]
+            self.put(None, "remove", slot)
+
+    def draft(self) -> None:
+        step = int(self.rng.choice([0, 0, 1, 2]))
+        able = [s for s, r in self.live.items() if step == 0 or step == len(r.drafts)]
+        able = [s for s in able if step == 0 or self.live[s].rows or self.live[s].params.greedy]
+        slots = self.some(able)
+        logits = self.logits(len(slots), self.dtype)
+        drawn = []
+        for slot, row in zip(slots, logits, strict=True):
+            request = self.live[slot]
+            params = request.params
+            [row] = rows_of(row[None], params, V)
+            where = {"seed": params.seed, "position": request.position}
+            token = oracle.draft(row, params, step=step, **where)
+            del request.drafts[step:], request.rows[step:]
+            request.drafts.append(token)
+            if not params.greedy:
+                request.rows.append(row)
+            drawn.append(token)
+        self.put(drawn, "draft", slots, step, logits)
+
+    def verify(self) -> None:
+        slots = self.some(self.live)
+        chosen, counts, targets, answers = [], [], [], []
+        for slot in slots:
+            request = self.live[slot]
+            k = int(self.rng.integers(K + 1))
+            ids = request.drafts[:k]
+            # One-hot drafts where none were drawn; a draft too many where some were.
+            ids += self.rng.integers(V, size=k - len(ids)).tolist()
+            if k and self.rng.random() < 0.1:
+                ids[int(self.rng.integers(k))] = -1
+            target = self.logits(k + 1, torch.float32)
+            draft_rows: list[oracle.Row | None] = list(request.rows[:k])
+            known = list(ids)
+            if draft_rows:
+                known[len(draft_rows) :] = [-1] * (k - len(draft_rows))
+            draft_rows += [None] * (k - len(draft_rows))
+            params = request.params
+            where = {"seed": params.seed, "position": request.position}
+            verified = oracle.verify(
+                rows_of(target, params, V), known, draft_rows, params, method=self.method, **where
+            )
+            request.position += len(verified.tokens)
+            request.drafts, request.rows = [], []
+            chosen.append(ids + [-1] * int(self.rng.integers(K - k + 1)))
+            counts.append(k + 1)
+            targets.append(target)
+            answers.append(verified.tokens + [-1] * (K + 1 - len(verified.tokens)))
+        rows = torch.cat([torch.empty(0, V + PADDING), *targets])
+        self.put(answers, "verify", slots, counts, chosen, rows)
+
+    def sample(self) -> None:
+        slots = self.some(self.live)[:2]
+        logits = self.logits(len(slots), torch.float32)
+        answers = []
+        for slot, row in zip(slots, logits, strict=True):
+            request = self.live[slot]
+            params = request.params
+            got = oracle.sample(
+                row.numpy(),
+                params,
+                seed=params.seed,
+                position=request.position,
+                vocab_size=V,
+                largest=np.finfo(np.float32).max,
+                weights=library_weights,
+            )
+            request.position += not got.failed
+            request.drafts, request.rows = [], []
+            answers.append([got.token] + [-1] * K)
+        self.put(answers, "sample", slots, logits)
+
+
+def kept_rows(state: SamplingState, slots: list[int]) -> list[int]:
+    """Rows of the cache on this rank that hold drafts now."""
+    cache, rank = state.drafts, state.axis.rank
+    first = [
+        (cache.first_row(slot), cache.steps(slot))
+        for slot in slots
+        if cache.exchange != "batch" or cache._kept[slot].owner == rank
+    ]
+    return [row + step for row, steps in first for step in range(steps)]
+
+
+def live(mesh, events: list[tuple], exchange: str, method: str) -> tuple[list[Any], int]:
+    """What the events give, while rows of the cache without drafts are NaN, and its bytes."""
+    device = mesh.device_type
+    state = SamplingState(
+        mesh, vocab_size=V, max_num_reqs=SLOTS, num_speculative_tokens=K, exchange=exchange, seed=0
+    )
+    sharders = {owners: BatchSharder(state, owners=owners) for owners in OWNERS}
+    drafter, verifier, sampler = (
+        DraftSampler(state),
+        RejectionSampler(state, method=method),
+        Sampler(state),
+    )
+    results: list[Any] = []
+    for kind, owners, *given in events:
+        if (cache := state.drafts.logits_MSw) is not None:
+            void = torch.ones(len(cache), dtype=torch.bool)
+            void[kept_rows(state, list(state.drafts._kept))] = False
+            cache[void.to(device)] = torch.nan
+        result = None
+        if kind == "add":
+            slot, params, position = given
+            state.add(slot, params, position=position)
+        elif kind == "remove":
+            state.remove(*given)
+        else:
+            slots, *given, logits = given
+            plan = sharders[owners].plan(slots, given[0] if kind == "verify" else None)
+            rows = shard_vocab(plan.select(logits.to(device)), mesh)
+            if kind == "draft":
+                result = drafter(rows, plan, step=given[0]).tolist()
+            elif kind == "sample":
+                result = sampler(rows, plan).token_ids.tolist()
+            else:
+                result = verifier(rows, plan, given[1]).token_ids.tolist()
+        results.append(result)
+    return results, state.drafts.bytes
+
+
+@lru_cache
+def script(seed: int, method: str, dtype: torch.dtype) -> Script:
+    made = Script(seed, method, dtype)
+    for _ in range(60):
+        kinds = [made.draft] * 6 + [made.verify] * 3 + [made.add, made.remove, made.sample]
+        kinds[int(made.rng.integers(len(kinds)))]()
+    return made
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(
+    ("seed", "method", "dtype"), [(1, "block", torch.float32), (2, "standard", torch.bfloat16)]
+)
+def test_life(ranks, seed, method, dtype, exchange):
+    """Catches rows of another request, step or block, and any that hold no draft: those are NaN.
+
+    Slots are reused, owners balanced anew, drafts wait, are too few, or were never kept.
+    """
+    made = script(seed, method, dtype)
+    kinds = [kind for kind, *_ in made.events]
+    assert min(kinds.count(kind) for kind in ("draft", "verify", "remove", "sample")) > 2
+    results = ranks.run(live, made.events, exchange, method)
+    columns = [len(part) for part in torch.arange(V + PADDING).chunk(ranks.size)]
+    columns += [1] * (ranks.size - len(columns))
+    for rank, (got, size) in enumerate(results):
+        for i, (answer, wanted) in enumerate(zip(got, made.answers, strict=True)):
+            assert answer == wanted, (i, made.events[i])
+        rows = -(-SLOTS // ranks.size) if exchange == "batch" else SLOTS
+        width = columns[rank] if exchange == "vocab" else V
+        assert size == rows * K * width * dtype.itemsize
+
+
+def bytes_after_a_draft(mesh, cases: list[tuple]) -> list[int]:
+    """Bytes of each cache after one request of many drew a draft; without it there are none."""
+    sizes = []
+    for slots, size, steps, dtype, exchange in cases:
+        state = SamplingState(
+            mesh,
+            vocab_size=size,
+            max_num_reqs=slots,
+            num_speculative_tokens=steps,
+            exchange=exchange,
+            seed=0,
+        )
+        state.add(slots - 1, SamplingParams())
+        assert state.drafts.bytes == 0
+        plan = BatchSharder(state).plan([slots - 1])
+        rows = torch.zeros(1, size, dtype=dtype, device=mesh.device_type)
+        greedy = DraftSampler(state, greedy=True)
+        greedy(shard_vocab(plan.select(rows), mesh), plan, step=0)
+        assert state.drafts.bytes == 0
+        DraftSampler(state)(shard_vocab(plan.select(rows), mesh), plan, step=0)
+        sizes.append(state.drafts.bytes)
+    return sizes
+
+
+def test_bytes(ranks):
+    """Catches a cache of all slots on every rank, or of padded or float32 logits."""
+    cases = [
+        (slots, size, steps, dtype, exchange)
+        for slots, size, steps in ((1, 10, 1), (7, 13, 2), (8, 3, 5), (256, 1003, 3))
+        for dtype in (torch.float32, torch.bfloat16)
+        for exchange in EXCHANGES
+    ]
+    for rank, sizes in enumerate(ranks.run(bytes_after_a_draft, cases)):
+        for got, (slots, size, steps, dtype, exchange) in zip(sizes, cases, strict=True):
+            columns = [*map(len, torch.arange(size).chunk(ranks.size)), *[1] * ranks.size][rank]
+            wanted = {
+                "batch": -(-slots // ranks.size) * steps * size,
+                "vocab": slots * steps * columns,
+                "replicate": slots * steps * size,
+            }
+            assert got == wanted[exchange] * dtype.itemsize

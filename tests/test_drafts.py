@@ -1,0 +1,199 @@
+"""Steps with drafts give the oracle's tokens, wherever rows, drafts and caches lie."""
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+
+from dtensor_sample import (
+    BatchSharder,
+    DraftSampler,
+    RejectionSampler,
+    SamplingParams,
+    SamplingState,
+    replicated,
+)
+from tests.batches import EXCHANGES, OWNERS, Layout, shard_vocab
+from tests.pool import worlds
+from tests.speculation import Speculation, expected, random_speculation, speculative_step
+
+METHODS = ("standard", "block")
+DTYPES = (
+    # Target, draft.
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float16, torch.bfloat16),
+)
+STEPS = [
+    # Requests, V, K, padding
+    (17, 13, 3, 3),
+    (11, 3, 4, 0),
+    (7, 111, 2, 1),
+    (1, 2, 1, 2),
+    (3, 50, 6, 0),
+    (0, 7, 2, 0),
+]
+
+
+@lru_cache
+def steps() -> list[Speculation]:
+    """Steps of every size and pair of dtypes."""
+    return [
+        random_speculation(10 * i + j, size, V, K, padding=padding, dtype=target, draft_dtype=draft)
+        for i, (target, draft) in enumerate(DTYPES)
+        for j, (size, V, K, padding) in enumerate(STEPS)
+    ]
+
+
+@lru_cache
+def answers(method: str) -> list[dict[str, list]]:
+    return [expected(step, method) for step in steps()]
+
+
+def run_steps(mesh, steps, layouts, method) -> list[dict[str, list]]:
+    return [
+        speculative_step(mesh, step, layout, method)
+        for step, layout in zip(steps, layouts, strict=True)
+    ]
+
+
+def test_steps_are_worth_testing():
+    """Catches random steps that never accept, reject, fail or end early."""
+    outcomes = [
+        (len(request.chosen) < request.k, request.k, sampled, failed)
+        for step, wanted in zip(steps(), answers("block"), strict=True)
+        for request, sampled, failed in zip(
+            step.requests, wanted["num_sampled"], wanted["failed"], strict=True
+        )
+    ]
+    for drawn in (False, True):
+        kinds = [(k, sampled, failed) for d, k, sampled, failed in outcomes if d == drawn]
+        print(
+            len(kinds),
+            sum(sampled == k + 1 and k > 0 for k, sampled, _ in kinds),
+            sum(1 < sampled < k + 1 for k, sampled, _ in kinds),
+            sum(sampled <= 1 and k > 0 for k, sampled, _ in kinds),
+            sum(failed and sampled > 0 for k, sampled, failed in kinds),
+        )
+        assert sum(sampled == k + 1 and k > 0 for k, sampled, _ in kinds) > 5
+        assert sum(1 < sampled < k + 1 for k, sampled, _ in kinds) > 3
+        assert sum(sampled <= 1 and k > 0 for k, sampled, _ in kinds) > 5
+        assert sum(failed and sampled > 0 for k, sampled, failed in kinds) > 0
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES[:3])
+@pytest.mark.parametrize("method", METHODS)
+def test_random_steps(ranks, method, exchange):
+    """Catches a wrong row, coin, residual or count in some exchange, dtype, size or mixture."""
+    rng = np.random.default_rng(0)
+    layouts = [
+        Layout(
+            exchange=exchange,
+            owners=OWNERS[i % 3],
+            spare=i % 2 if exchange == "batch" else 0,
+            slots=(rng.permutation(len(step) + 3)[: len(step)]).tolist(),
+        )
+        for i, step in enumerate(steps())
+    ]
+    for results in ranks.run(run_steps, steps(), layouts, method):
+        assert results == answers(method)
+
+
+# --- layouts
+
+
+def random_layouts(step: Speculation, count: int) -> list[Layout]:
+    rng = np.random.default_rng(3)
+    layouts = []
+    for _ in range(count):
+        exchange = str(rng.choice(EXCHANGES))
+        order = rng.permutation(len(step))[: rng.choice([1, 2, len(step) // 2, len(step)])]
+        layouts.append(
+            Layout(
+                exchange=exchange,
+                owners=str(rng.choice(OWNERS)),
+                order=order.tolist(),
+                slots=rng.permutation(2 * len(step))[: len(step)].tolist(),
+                spare=int(rng.integers(3)) if exchange in ("batch", "auto") else 0,
+            )
+        )
+    return layouts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layouts(ranks, method):
+    """Catches tokens that depend on order, slot, owner, exchange, padding or neighbours."""
+    step = random_speculation(77, 14, 37, 3, padding=2, draft_dtype=torch.bfloat16)
+    layouts = random_layouts(step, 12)
+    wanted = [expected(step, method, layout.order) for layout in layouts]
+    for results in ranks.run(run_steps, [step] * len(layouts), layouts, method):
+        assert results == wanted
+
+
+# --- noise between ranks
+
+
+def noisy_steps(mesh, exchange: str) -> list[list[list[int]]]:
+    """Steps on replicas of logits that differ a little on each rank, and then on drafts that do."""
+    rank, device = mesh.get_local_rank(), mesh.device_type
+    noise = torch.Generator().manual_seed(rank)
+    results = []
+    for method in METHODS:
+        state = SamplingState(
+            mesh, vocab_size=20, max_num_reqs=8, num_speculative_tokens=3, exchange=exchange, seed=0
+        )
+        for slot in range(8):
+            temperature = (0.0, 1.0)[slot % 2] + 1e-3 * rank
+            state.add(slot, SamplingParams(temperature=temperature, top_k=5 * (slot % 3)))
+        sharder = BatchSharder(state)
+        drafter, verifier = DraftSampler(state), RejectionSampler(state, method=method)
+        for _ in range(3):
+            drafts = []
+            for step in range(3):
+                rows = (torch.ones(8, 20) + 1e-6 * torch.randn(8, 20, generator=noise)).to(device)
+                plan = sharder.plan(range(8))
+                drafts.append(drafter(replicated(plan.select(rows), mesh), plan, step=step))
+            plan = sharder.plan(range(8), [4] * 8)
+            rows = (torch.ones(32, 20) + 1e-6 * torch.randn(32, 20, generator=noise)).to(device)
+            output = verifier(replicated(plan.select(rows), mesh), plan, torch.stack(drafts, 1))
+            results += [output.token_ids.tolist(), output.num_sampled[:, None].tolist()]
+            results.append(state.positions[:, None].tolist())
+    return results
+
+
+@worlds("cpu:2", "cpu:4", "cuda:2")
+def test_noise_between_ranks_does_not_show(ranks):
+    """Catches ranks that each accept on inputs that are equal only nearly, and then part ways."""
+    for exchange in EXCHANGES[:3]:
+        first, *others = ranks.run(noisy_steps, exchange, timeout=20)
+        assert all(other == first for other in others)
+
+
+# --- what shapes p shapes it at every place
+
+
+def shaped_steps(mesh, method: str, exchange: str) -> list[list[int]]:
+    """Drafts of an id that min-p, top-k or top-p leave out, at every place, a hundred times."""
+    rows = torch.tensor([0.0, 0.0, -1.3, -torch.inf]).repeat(400, 1)
+    state = SamplingState(
+        mesh, vocab_size=4, max_num_reqs=100, num_speculative_tokens=3, exchange=exchange, seed=0
+    )
+    shapes = ({"min_p": 0.3}, {"top_k": 2}, {"top_p": 0.7})
+    for slot in range(100):
+        state.add(slot, SamplingParams(**shapes[slot % 3]))
+    plan = BatchSharder(state).plan(range(100), [4] * 100)
+    logits = shard_vocab(plan.select(rows.to(mesh.device_type)), mesh)
+    # Id 2 comes first, second, third; the other drafts are as likely as any.
+    drafts = [[2 if j == slot % 4 else slot % 2 for j in range(3)] for slot in range(100)]
+    return RejectionSampler(state, method=method)(logits, plan, drafts).token_ids.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_filters_hold_for_every_row(ranks, method):
+    """Catches filters applied to the last row only: what they leave out is never emitted."""
+    for exchange in EXCHANGES[:3]:
+        for emitted in ranks.run(shaped_steps, method, exchange):
+            assert {token for row in emitted for token in row} == {-1, 0, 1}
+            assert max(sum(token >= 0 for token in row) for row in emitted) == 4

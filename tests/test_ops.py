@@ -1,0 +1,45 @@
+"""The custom ops as torch sees them: schemas, fakes, aliasing."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from dtensor_sample import ops
+
+V = 11
+
+
+def arguments() -> dict[str, tuple[object, ...]]:
+    """Valid arguments of each op: four rows in a strided receive buffer of three segments."""
+    x_NSv = torch.randn(3, 4, 4).bfloat16().transpose(0, 1)
+    rows_R = torch.tensor([2, -1, 0, 3])
+    peak_R, zero_R = torch.full((4,), 3.0), torch.zeros(4, dtype=torch.int64)
+    row = (x_NSv, torch.arange(3) * 4, rows_R, peak_R, peak_R - 9, torch.ones(4))
+    draft = (x_NSv, zero_R - 1, peak_R, peak_R, peak_R, zero_R)
+    residual = (*row, zero_R + (1 << 50), zero_R + ops.ONE, *draft, zero_R)
+    start_RS = torch.zeros(4, 3, dtype=torch.int64)
+    ones_QK = torch.ones(4, 2, dtype=torch.int64)
+    return {
+        "peak": (*row[:3], V),
+        "histogram": (*row, zero_R, V, 0, True),
+        "mass": (*row, V),
+        "pick": (*row, start_RS, zero_R, V),
+        "lookup": (*row, zero_R, V),
+        "uniform": (zero_R, zero_R, zero_R, 0),
+        "probability": (zero_R + 1, zero_R + 7),
+        "chain": (ones_QK, ones_QK),
+        "residual_mass": (*residual, V),
+        "residual_pick": (*residual, start_RS, zero_R, V),
+        "store": (torch.zeros(4, V).bfloat16(), rows_R, x_NSv),
+    }
+
+
+def test_every_op_is_checked() -> None:
+    names = {name for name in torch._C._dispatch_get_all_op_names() if "dtensor_sample::" in name}
+    assert names == {f"dtensor_sample::{name}" for name in arguments()}
+
+
+@pytest.mark.parametrize("name", arguments())
+def test_opcheck(name: str) -> None:
+    """Catches fakes of another shape or dtype, and outputs that alias inputs."""
+    opcheck(getattr(torch.ops.dtensor_sample, name).default, arguments()[name])
