@@ -66,10 +66,12 @@ def threshold(
 
     if filters.top_k:
         kth_R = select(lambda count_R: torch.minimum(count_R, top_k_R), weighted=False)
-        floor_R = torch.maximum(floor_R, kth_R)
+        filtered_R = (top_k_R < vocab_size) & (peak_R > -torch.inf)
+        floor_R = torch.where(filtered_R, torch.maximum(floor_R, kth_R), floor_R)
     if filters.top_p:
         nucleus_R = select(lambda mass_R: _fraction(mass_R, top_p_R), weighted=True)
-        floor_R = torch.where(top_p_R < TOP_P_ONE, nucleus_R, floor_R)
+        filtered_R = (top_p_R < TOP_P_ONE) & (peak_R > -torch.inf)
+        floor_R = torch.where(filtered_R, torch.maximum(floor_R, nucleus_R), floor_R)
     return floor_R
 
 

@@ -9,8 +9,8 @@ from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
     clean,
     integer_weight,
-    least_kept,
     load,
+    row_limits,
     segment_count,
     source_row,
 )
@@ -18,7 +18,9 @@ from dtensor_sample.ops.parts import PARTS, part_width
 from dtensor_sample.ops.values import count_rows, weight_bits
 
 _PARTS = tl.constexpr(PARTS)
-_TILE = 8192
+_BLOCK = tl.constexpr(128)
+_NOWHERE = tl.constexpr(0x7FFFFFFF)
+_TILE = 4096
 
 
 @triton.jit
@@ -85,25 +87,40 @@ def _pick_kernel(
     )
     at = tl.max(tl.where(starts <= point, part, -1), 0)
     running = tl.sum(tl.where(part == at, starts, 0), 0)
-    found = tl.full([], 0x7FFFFFFF, tl.int32)
     segment = tl.maximum(at, 0) // _PARTS
     source = source_row(rows_ptr, row, HAS_ROWS)
     count = segment_count(first_ptr, segment, source, width, vocab_size)
     base = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
     peak = tl.load(peak_ptr + row)
     scale = tl.load(scale_ptr + row)
-    least = least_kept(peak, tl.load(floor_ptr + row), scale)
+    least, _ = row_limits(peak, tl.load(floor_ptr + row), scale)
     begin = (tl.maximum(at, 0) % _PARTS) * part_columns
     end = tl.where(at < 0, begin, tl.minimum(begin + part_columns, count))
-    for step in range(begin, end, TILE):
-        column = step + tl.arange(0, TILE)
-        x = clean(load(base, column, stride_v, column < width, UNIT), column < end, TOP)
-        amounts = integer_weight(x, peak, least, scale, BITS, EXACT)
-        beyond = tl.cumsum(amounts, 0) + running > point
-        found = tl.minimum(found, tl.min(tl.where(beyond, column, 0x7FFFFFFF), 0))
-        running += tl.sum(amounts, 0)
+    # Block by block of the part, then token by token in the block that holds the point.
+    block = tl.arange(0, TILE // _BLOCK)
+    column = begin + block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    first_column = end
+    before = running
+    for step in range(0, end - begin, TILE):
+        x = clean(
+            load(base, column + step, stride_v, column + step < width, UNIT),
+            column + step < end,
+            TOP,
+        )
+        sums = tl.sum(integer_weight(x, peak, least, scale, BITS, EXACT), 1)
+        beyond = running + tl.cumsum(sums, 0)
+        here = (beyond > point) & (beyond - sums <= point)
+        first_column = tl.minimum(
+            first_column, tl.min(tl.where(here, begin + step + block * _BLOCK, end), 0)
+        )
+        before = tl.maximum(before, tl.max(tl.where(here, beyond - sums, 0), 0))
+        running += tl.sum(sums, 0)
+    column = first_column + tl.arange(0, _BLOCK)
+    x = clean(load(base, column, stride_v, column < end, UNIT), column < end, TOP)
+    beyond = before + tl.cumsum(integer_weight(x, peak, least, scale, BITS, EXACT), 0)
+    found = tl.min(tl.where(beyond > point, column, _NOWHERE), 0)
     token = tl.load(first_ptr + segment) + found
-    tl.store(id_ptr + row, tl.where(found == 0x7FFFFFFF, -1, token))
+    tl.store(id_ptr + row, tl.where(found < _NOWHERE, token, -1))
 
 
 def aim(sum_RPC: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +179,7 @@ def pick(
             BITS=bits,
             EXACT=bits <= EXACT_BITS,
             ALL_PARTS=triton.next_power_of_2(S * PARTS),
-            TILE=min(_TILE, triton.next_power_of_2(part_width(v))),
+            TILE=min(_TILE, max(128, triton.next_power_of_2(part_width(v)))),
             num_warps=8,
             enable_fp_fusion=False,
         )

@@ -12,13 +12,16 @@ import os
 import triton
 import triton.language as tl
 
-from dtensor_sample.ops.values import COEFFICIENTS, LOWEST_EXPONENT, NEAREST
+from dtensor_sample.ops.values import COEFFICIENTS, LOWEST_EXPONENT
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _C0, _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in COEFFICIENTS)
-_NEAREST, _LOWEST = tl.constexpr(NEAREST), tl.constexpr(LOWEST_EXPONENT)
+_LOWEST = tl.constexpr(LOWEST_EXPONENT)
 _INF = tl.constexpr(float("inf"))
 _LARGEST_FLOAT32 = tl.constexpr(3.4028234663852886e38)
+_SMALL_SCALE = tl.constexpr(1e-36)
+_NEAREST = tl.constexpr(1.5 * 2**23)
+"""A sum with it is rounded to the nearest integer, which its low bits then hold."""
 _ONE = tl.constexpr(127)
 """The float64 exponent field of a weight of 2**S."""
 EXACT_BITS = 50
@@ -56,32 +59,34 @@ def integer_sum(total, BITS: tl.constexpr):
 
 
 @triton.jit
-def weight(x, peak, least, scale, KEEP: tl.constexpr):
-    """2**((x - peak) * scale) as a float64 to add to `unit_sum`; almost 0 of what is not kept.
+def weight(x, peak, least, lowest, scale, KEEP: tl.constexpr):
+    """2**((x - peak) * scale) as a float64 to add to `unit_sum`; almost 0 where not kept.
 
     Args:
         x: float32 values, or NaN, which is never kept.
-        peak, least, scale: of the row, see `least_kept`.
-        KEEP: "any" keeps all; "least" what is >= least. Both need a row that is tame, see
-            `is_tame`. "exact" does what "least" does for every row.
+        peak, least, lowest, scale: of the row, see `row_limits`.
+        KEEP: "any" keeps all that weighs anything; "least" of it what is >= least. Both need a row
+            that is tame, see `is_tame`. "exact" does what "least" does, for every row.
     """
-    exponent = (x - peak) * scale
+    below = x - peak
     if KEEP == "any":
-        exponent = tl.maximum(exponent, _LOWEST)  # of NaN too
+        below = tl.maximum(below, lowest)  # of NaN, too, the latter
+    elif KEEP == "least":
+        below = tl.where(x >= least, below, lowest)
     else:
-        kept = x >= least
-        if KEEP == "exact":
-            kept = kept & (exponent >= _LOWEST)
-        exponent = tl.where(kept, exponent, _LOWEST)
-    shifted = exponent + _NEAREST
-    fraction = exponent - (shifted - _NEAREST)
+        kept = (x >= least) & (below * scale >= _LOWEST)
+        below = tl.where(kept, below, 0.0)
+    whole = fused_multiply_add(below, scale, _NEAREST)
+    fraction = fused_multiply_add(below, scale, _NEAREST - whole)
     power = fused_multiply_add(tl.zeros_like(fraction) + _C5, fraction, _C4)
     power = fused_multiply_add(power, fraction, _C3)
     power = fused_multiply_add(power, fraction, _C2)
     power = fused_multiply_add(power, fraction, _C1)
     power = fused_multiply_add(power, fraction, _C0)
     bits = power.to(tl.uint32, bitcast=True)
-    high = (bits >> 3) + (shifted.to(tl.uint32, bitcast=True) << 20)
+    high = (bits >> 3) + (whole.to(tl.uint32, bitcast=True) << 20)
+    if KEEP == "exact":
+        high = tl.where(kept, high, 0)
     low = (bits << 29) | 1
     return ((high.to(tl.uint64) << 32) | low.to(tl.uint64)).to(tl.float64, bitcast=True)
 
@@ -89,7 +94,7 @@ def weight(x, peak, least, scale, KEEP: tl.constexpr):
 @triton.jit
 def integer_weight(x, peak, least, scale, BITS: tl.constexpr, EXACT: tl.constexpr):
     """The int64 weight of each x, of any row."""
-    units = weight(x, peak, least, scale, "exact")
+    units = weight(x, peak, least, 0.0, scale, "exact")
     if EXACT:
         rounded = integer_sum(unit_sum(x, BITS) + units, BITS)
     else:
@@ -99,21 +104,21 @@ def integer_weight(x, peak, least, scale, BITS: tl.constexpr, EXACT: tl.constexp
 
 
 @triton.jit
-def lightest(peak, scale):
-    """A value such that, in a tame row, what is below weighs nothing and exponents at it fit."""
-    return peak - tl.where(scale > 1e-36, -_LOWEST / tl.maximum(scale, 1e-36), _INF)
+def row_limits(peak, floor, scale):
+    """The least value kept, and the lowest difference to the peak that need be told apart.
 
-
-@triton.jit
-def least_kept(peak, floor, scale):
-    """At or above it lies all that is >= `floor` and weighs anything, but no -inf."""
-    return tl.maximum(tl.maximum(floor, lightest(peak, scale)), -_LARGEST_FLOAT32)
+    What is below `floor`, -inf, or weighs nothing is below `least` or makes `weight` 0. In a tame
+    row, what lies lower than `lowest` below the peak weighs nothing.
+    """
+    lowest = _LOWEST / tl.maximum(scale, _SMALL_SCALE)
+    least = tl.maximum(floor, tl.where(scale > _SMALL_SCALE, peak + lowest, -_INF))
+    return tl.maximum(least, -_LARGEST_FLOAT32), lowest
 
 
 @triton.jit
 def is_tame(peak, scale, TOP: tl.constexpr):
-    """Whether no logit of a row is infinite (but -inf) and no exponent overflows."""
-    return (peak < TOP) & (scale > 1e-36)
+    """Whether a row has no logit of +inf and no exponent of it overflows."""
+    return (peak < TOP) & (scale > _SMALL_SCALE)
 
 
 @triton.jit
