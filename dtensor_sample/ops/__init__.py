@@ -3,6 +3,7 @@
 from dtensor_sample.ops.aim import aim
 from dtensor_sample.ops.answer import answer
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
+from dtensor_sample.ops.kernels import use_kernel
 from dtensor_sample.ops.lookup import lookup
 from dtensor_sample.ops.mass import mass
 from dtensor_sample.ops.parts import PARTS
@@ -39,4 +40,8 @@ __all__ = [
     "store",
     "uniform",
     "unpack_peak",
+    "use_kernel",
 ]
+
+for _op in (aim, answer, histogram, lookup, mass, peak, pick, uniform):
+    use_kernel(_op)

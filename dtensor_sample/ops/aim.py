@@ -29,7 +29,7 @@ def aim(sum_RPC: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
 
 @aim.register_fake
 def _(sum_RPC: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(sum_RPC), torch.empty_like(uniform_R)
+    return sum_RPC.new_empty(sum_RPC.shape), uniform_R.new_empty(uniform_R.shape)
 
 
 shard_like(torch.ops.dtensor_sample.aim.default, "row row", "row row")

@@ -14,7 +14,6 @@ PARTS = 16
 """Parts of each segment: 8080 logits each for a vocabulary of 129280 on one rank."""
 ALIGNMENT = 16
 """Parts begin at multiples of it, for wide loads."""
-_LEAST, _MOST = 256, 2048
 
 
 def part_width(width: int) -> int:
@@ -22,17 +21,12 @@ def part_width(width: int) -> int:
     return -(-width // (PARTS * ALIGNMENT)) * ALIGNMENT
 
 
-def lanes(width: int) -> int:
-    """Logits of a part that a kernel reads at once: a power of two, a part in four to eight."""
-    quarter = max(part_width(width) // 4, 1)
-    return min(max(1 << quarter.bit_length() - 1, _LEAST), _MOST)
-
-
 def part_sums(amount_RSv: Tensor) -> Tensor:
     """[R, S, PARTS]: int64 amounts summed over each part of each segment."""
     width = amount_RSv.shape[2]
     missing = PARTS * part_width(width) - width
-    return pad(amount_RSv, (0, missing)).unflatten(2, (PARTS, -1)).sum(3)
+    sum_RSC: Tensor = pad(amount_RSv, (0, missing)).unflatten(2, (PARTS, -1)).sum(3)
+    return sum_RSC
 
 
 def first_beyond(amount_RSv: Tensor, start_RSC: Tensor, point_R: Tensor, id_Sv: Tensor) -> Tensor:

@@ -1,5 +1,36 @@
 """Triton kernels of the ops, and the one place where they are chosen: for tensors on CUDA devices.
 
-Each op's Python function in `dtensor_sample.ops` is the readable twin of its kernel, bit for bit:
-the CPU path, the oracle of the tests, and what runs on a GPU without Triton.
+The Python function of each op is the readable twin of its kernel, equal to it bit for bit: the CPU
+path, the oracle of the tests, and what runs on a GPU without Triton.
 """
+
+import importlib
+from importlib.util import find_spec
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+_MODULES = {
+    "aim": "pick",
+    "answer": "uniform",
+    "histogram": "histogram",
+    "lookup": "pick",
+    "mass": "passes",
+    "peak": "passes",
+    "pick": "pick",
+    "uniform": "uniform",
+    "weigh": "whole",
+}
+"""In which module of this package the kernel of each op is, under the op's name."""
+
+
+def use_kernel(op: CustomOpDef) -> None:
+    """Run an op by its kernel where there is a GPU for it."""
+    if torch.version.cuda is not None and find_spec("triton") is not None:
+        op.register_kernel("cuda")(kernel_of(op))
+
+
+def kernel_of(op: CustomOpDef) -> object:
+    """What launches the kernel of an op."""
+    name = op._qualname.rpartition("::")[2]
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -123,17 +123,57 @@ def _pick_kernel(
     tl.store(id_ptr + row, tl.where(found < _NOWHERE, token, -1))
 
 
+@triton.jit
+def _lookup_kernel(
+    x_ptr,  # [N, S, v] logits
+    stride_n,
+    stride_s,
+    stride_v,
+    first_ptr,  # [S] int64
+    rows_ptr,  # [R] int64, or unused
+    peak_ptr,  # [R] float32
+    floor_ptr,  # [R] float32
+    scale_ptr,  # [R] float32
+    token_ptr,  # [R] int64
+    weight_ptr,  # out: [R] int64
+    segments,  # S
+    width,  # v
+    vocab_size,
+    TOP: tl.constexpr,  # largest finite value of the logits' dtype
+    HAS_ROWS: tl.constexpr,
+    BITS: tl.constexpr,  # S of `weight_bits`
+    EXACT: tl.constexpr,  # whether BITS allows exact float64 sums
+    ALL_SEGMENTS: tl.constexpr,  # S, rounded up to a power of two
+):
+    """The weight of one token of a row: of the segment that has its id, if any."""
+    row = tl.program_id(0).to(tl.int64)
+    source = source_row(rows_ptr, row, HAS_ROWS)
+    token = tl.load(token_ptr + row)
+    segment = tl.arange(0, ALL_SEGMENTS)
+    first = tl.load(first_ptr + segment, mask=segment < segments, other=0)
+    column = token - first
+    known = (token >= 0) & (token < vocab_size) & (source >= 0)
+    here = (segment < segments) & (column >= 0) & (column < tl.where(known, width, 0))
+    at = tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s + column * stride_v
+    x = clean(tl.load(x_ptr + at, mask=here, other=-float("inf")).to(tl.float32), here, TOP)
+    peak = tl.load(peak_ptr + row)
+    scale = tl.load(scale_ptr + row)
+    least, _ = row_limits(peak, tl.load(floor_ptr + row), scale)
+    weights = integer_weight(x, peak, least, scale, BITS, EXACT)
+    tl.store(weight_ptr + row, tl.sum(weights, 0))
+
+
 def aim(sum_RPC: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     """The kernel of `ops.aim`."""
     sum_RPC = sum_RPC.contiguous()
-    start_RPC, point_R = torch.empty_like(sum_RPC), torch.empty_like(uniform_R)
+    start_RPC, point_R = torch.empty_like(sum_RPC), uniform_R.new_empty(uniform_R.shape)
     R, P, C = sum_RPC.shape
     if R > 0:
         _aim_kernel[(R,)](
             sum_RPC,
-            uniform_R,
+            uniform_R.contiguous(),
             start_RPC,
-            point_R,
+            point_R.contiguous(),
             P * C,
             ALL_PARTS=triton.next_power_of_2(P * C),
             num_warps=1,
@@ -162,12 +202,12 @@ def pick(
             *x_NSv.stride(),
             first_id_S,
             rows_R,
-            peak_R,
-            floor_R,
-            scale_R,
+            peak_R.contiguous(),
+            floor_R.contiguous(),
+            scale_R.contiguous(),
             start_RSC,
             start_RSC.stride(0),
-            point_R,
+            point_R.contiguous(),
             id_R,
             S,
             v,
@@ -184,3 +224,42 @@ def pick(
             enable_fp_fusion=False,
         )
     return id_R
+
+
+def lookup(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    token_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    """The kernel of `ops.lookup`."""
+    (_, S, v), R = x_NSv.shape, count_rows(x_NSv, rows_R)
+    weight_R = first_id_S.new_empty(R)
+    bits = weight_bits(vocab_size)
+    if R > 0:
+        _lookup_kernel[(R,)](
+            x_NSv,
+            *x_NSv.stride(),
+            first_id_S,
+            rows_R,
+            peak_R.contiguous(),
+            floor_R.contiguous(),
+            scale_R.contiguous(),
+            token_R.contiguous(),
+            weight_R,
+            S,
+            v,
+            vocab_size,
+            TOP=torch.finfo(x_NSv.dtype).max,
+            HAS_ROWS=rows_R is not None,
+            BITS=bits,
+            EXACT=bits <= EXACT_BITS,
+            ALL_SEGMENTS=triton.next_power_of_2(S),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return weight_R

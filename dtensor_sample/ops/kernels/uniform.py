@@ -66,7 +66,7 @@ def _answer_kernel(
 
 def uniform(seed_R: Tensor, position_R: Tensor, offset_R: Tensor, stream: int) -> Tensor:
     """The kernel of `ops.uniform`."""
-    uniform_R = torch.empty_like(seed_R)
+    uniform_R = seed_R.new_empty(seed_R.shape)
     rows = seed_R.shape[0]
     if rows > 0:
         _uniform_kernel[(triton.cdiv(rows, _ROWS),)](
@@ -87,6 +87,12 @@ def answer(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor)
     answer_R3 = picked_R.new_empty((rows, 3))
     if rows > 0:
         _answer_kernel[(triton.cdiv(rows, _ROWS),)](
-            picked_R, argmax_R, nans_R, greedy_R, answer_R3, rows, ROWS=_ROWS
+            picked_R.contiguous(),
+            argmax_R.contiguous(),
+            nans_R.contiguous(),
+            greedy_R.contiguous(),
+            answer_R3,
+            rows,
+            ROWS=_ROWS,
         )
     return answer_R3

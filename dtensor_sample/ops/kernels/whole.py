@@ -17,6 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.kernels.passes import (
+    CHUNK,
+    first_of,
+    first_pass,
+    row_peak,
+    second_pass,
+)
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
     clean,
@@ -27,13 +34,6 @@ from dtensor_sample.ops.kernels.values import (
     source_row,
     unit_sum,
     weight,
-)
-from dtensor_sample.ops.kernels.weigh import (
-    CHUNK,
-    first_of,
-    first_pass,
-    row_peak,
-    second_pass,
 )
 from dtensor_sample.ops.parts import PARTS, part_width
 from dtensor_sample.ops.values import weight_bits
@@ -245,9 +245,7 @@ def _read(
     TOP: tl.constexpr, UNIT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
     STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """[b, STEPS, CHUNK] values of listed blocks from `start` on, [b] their parts, and [b] whether
-    there are such blocks.
-    """
+    """Values [b, STEPS, CHUNK] of b listed blocks, [b] their parts, [b] whether there are any."""
     entry = start + tl.arange(0, TILE // (STEPS * CHUNK))
     exists = entry < few
     block = tl.load(listed + entry, mask=exists, other=0)
@@ -365,6 +363,9 @@ def weigh(
     """The kernels of the op `weigh`."""
     (_, S, v), R = x_NSv.shape, scale_R.shape[0]
     logits = (x_NSv, first_id_S, rows_R, vocab_size)
+    scale_R, min_p_R, top_k_R, top_p_R = (
+        of_row.contiguous() for of_row in (scale_R, min_p_R, top_k_R, top_p_R)
+    )
     filtered = filter_top_k or filter_top_p
     part_peak_RSC, part_nans_RSC, top_RSCb = first_pass(*logits, tops=filtered)
     peak_R, floor_R = torch.empty_like(scale_R), torch.empty_like(scale_R)

@@ -84,6 +84,47 @@ def _peaks_kernel(
 
 
 @triton.jit
+def _peak_kernel(
+    x_ptr,  # [N, S, v] logits
+    stride_n,
+    stride_s,
+    stride_v,
+    first_ptr,  # [S] int64
+    rows_ptr,  # [R] int64, or unused
+    part_peak_ptr,  # [R, S, PARTS] float32
+    part_nans_ptr,  # [R, S, PARTS] int32
+    packed_ptr,  # out: [R, S, 2] int64
+    segments,  # S
+    width,  # v
+    part_columns,  # columns of a part
+    vocab_size,
+    TOP: tl.constexpr,  # largest finite value of the logits' dtype
+    UNIT: tl.constexpr,  # stride_v is 1
+    HAS_ROWS: tl.constexpr,
+    TILE: tl.constexpr,  # columns read at once
+):
+    """A segment's peak with its lowest id, packed as by `ops.peak`, and its NaNs.
+
+    Example: the peak 0.0 at id 5 is packed as 2**31 << 31 | 2**31 - 1 - 5.
+    """
+    row = tl.program_id(0) // segments
+    segment = tl.program_id(0) % segments
+    peak, holder, nans = row_peak(part_peak_ptr, part_nans_ptr, tl.program_id(0), 1, _PARTS)
+    first = tl.load(first_ptr + segment)
+    column = tl.zeros([], tl.int32)
+    if holder >= 0:
+        source = source_row(rows_ptr, row, HAS_ROWS)
+        count = segment_count(first_ptr, segment, source, width, vocab_size)
+        x = x_ptr + source * stride_n + segment.to(tl.int64) * stride_s
+        column = first_of(x, holder, stride_v, width, part_columns, count, peak, TOP, UNIT, TILE)
+    bits = peak.to(tl.int32, bitcast=True).to(tl.int64)
+    key = tl.where(bits >= 0, bits + (1 << 31), -1 - bits)
+    packed = (key << 31) | (_NOWHERE - tl.minimum(first + column, _NOWHERE))
+    tl.store(packed_ptr + tl.program_id(0).to(tl.int64) * 2, packed)
+    tl.store(packed_ptr + tl.program_id(0).to(tl.int64) * 2 + 1, nans)
+
+
+@triton.jit
 def _masses_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
@@ -316,6 +357,33 @@ def first_pass(
     return peak_RSC, nans_RSC, top_RSCb
 
 
+def peak(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int) -> Tensor:
+    """The kernels of `ops.peak`."""
+    peak_RSC, nans_RSC, _ = first_pass(x_NSv, first_id_S, rows_R, vocab_size)
+    (R, S, _), v = peak_RSC.shape, x_NSv.shape[2]
+    packed_RS2 = first_id_S.new_empty((R, S, 2))
+    if R > 0:
+        _peak_kernel[(R * S,)](
+            x_NSv,
+            *x_NSv.stride(),
+            first_id_S,
+            rows_R,
+            peak_RSC,
+            nans_RSC,
+            packed_RS2,
+            S,
+            v,
+            part_width(v),
+            vocab_size,
+            TOP=torch.finfo(x_NSv.dtype).max,
+            UNIT=x_NSv.stride(2) == 1,
+            HAS_ROWS=rows_R is not None,
+            TILE=_TILE,
+            num_warps=_WARPS,
+        )
+    return packed_RS2
+
+
 def mass(
     x_NSv: Tensor,
     first_id_S: Tensor,
@@ -329,8 +397,8 @@ def mass(
     mass_RSC = first_id_S.new_empty((peak_R.shape[0], x_NSv.shape[1], PARTS))
     second_pass(
         (x_NSv, first_id_S, rows_R, vocab_size),
-        (None, None, None, scale_R),
-        (peak_R, floor_R, mass_RSC, None, None),
+        (None, None, None, scale_R.contiguous()),
+        (peak_R.contiguous(), floor_R.contiguous(), mass_RSC, None, None),
     )
     return mass_RSC
 
@@ -378,7 +446,8 @@ def second_pass(
 
 def item_parts(v: int) -> int:
     """G: so many parts that an item has about 16 K columns."""
-    return min(triton.next_power_of_2(max(1, 16384 // max(part_width(v), 1))), PARTS)
+    wanted = max(1, 16384 // max(part_width(v), 1))
+    return min(1 << (wanted - 1).bit_length(), PARTS)
 
 
 def _item_parts(R: int, S: int, v: int) -> int:
