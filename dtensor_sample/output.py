@@ -21,7 +21,7 @@ class SamplerOutput:
     num_sampled: Tensor
     """[B] int64: new tokens; 0 where the row failed."""
     num_rejected: Tensor
-    """[B] int64: draft tokens that verification refused."""
+    """[B] int64: draft tokens refused, or never judged after one that was."""
     num_nans: Tensor
     """[B] int64: NaN logits in the request's rows."""
     failed: Tensor

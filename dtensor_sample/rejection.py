@@ -43,10 +43,8 @@ class Drafts(NamedTuple):
     """[Q, K] int64: draft tokens; one that is no id of the vocabulary ends the block."""
     drawn_QK: Tensor
     """[Q, K] bool: drawn from draft logits; otherwise one-hot."""
-    lost_QK: Tensor
-    """[Q, K] bool: said to be drawn, but from logits that were never kept: ends the block."""
     logits: Logits | None
-    """Draft logits of the Q * K places, where drawn. None: all are one-hot."""
+    """Draft logits of the Q * K places; row -1 where none were kept. None: all are one-hot."""
 
 
 class Places(NamedTuple):
@@ -148,10 +146,10 @@ def _compare(
         and under q, in units of 2**-60; and [Q] how many drafts a request has before its block
         ends: at the first that is no token, or whose p or q has none.
     """
-    row_QJ, count_Q, token_QK, drawn_QK, lost_QK, logits = drafts
+    row_QJ, count_Q, token_QK, drawn_QK, logits = drafts
     Q, K = token_QK.shape
     row_G, token_G = row_QJ[:, :-1].flatten(), token_QK.flatten()
-    known_QK = (token_QK >= 0) & (token_QK < V) & ~lost_QK
+    known_QK = (token_QK >= 0) & (token_QK < V)
     known_QK &= torch.arange(1, K + 1, device=row_QJ.device) < count_Q[:, None]
     p_G = p.at(row_G, known_QK.flatten())
     if logits is None:
@@ -311,12 +309,12 @@ class RejectionSampler:
         kept_2B = torch.tensor([first_B, steps_B], dtype=torch.int64)
         first_Q, steps_Q = kept_2B.to(device, non_blocking=True)[:, request_Q].unbind(0)
         drawn_QK = (first_Q >= 0)[:, None].expand(-1, drafts_BK.shape[1])
-        lost_QK = drawn_QK & (step_J[:-1] >= steps_Q[:, None])
         logits = None
         if cache.logits_MSw is not None and not all(one_hot_B):
-            rows_QK = torch.where(drawn_QK & ~lost_QK, first_Q[:, None] + step_J[:-1], -1)
+            kept_QK = drawn_QK & (step_J[:-1] < steps_Q[:, None])
+            rows_QK = torch.where(kept_QK, first_Q[:, None] + step_J[:-1], -1)
             logits = Logits(cache.logits_MSw, target.first_id_S[:1], rows_QK.flatten())
-        return Drafts(row_QJ, count_Q, drafts_BK[request_Q], drawn_QK, lost_QK, logits)
+        return Drafts(row_QJ, count_Q, drafts_BK[request_Q], drawn_QK, logits)
 
 
 def draft_ids(draft_token_ids: Tensor | Sequence[Sequence[int]], plan: ShardPlan, K: int) -> Tensor:

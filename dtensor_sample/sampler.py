@@ -32,7 +32,10 @@ class Sampler:
         self._draw = torch.compile(draw, fullgraph=True, dynamic=True) if compile else draw
 
     def __call__(self, logits: Tensor, plan: ShardPlan) -> SamplerOutput:
-        """Tokens of `plan.select`ed rows' logits; every rank of the axis must call this."""
+        """Tokens of `plan.select`ed rows, a DTensor [num_rows, V]; every rank must call this.
+
+        Raises ValueError, before any collective, for a stale plan or logits that are not its own.
+        """
         return self.gather(self.draw(self.exchange(logits, plan), plan), plan)
 
     def exchange(self, logits: Tensor, plan: ShardPlan) -> Logits:

@@ -115,12 +115,12 @@ class BatchSharder:
         return {
             "slots": plan and plan.slots,
             "num_logits": plan and plan.num_logits,
-            "hidden rows": plan and plan.logits_indices,
             "capacity": plan and plan.capacity,
             "exchange": plan and plan.exchange.name,
             "owners": plan and plan.owners,
             "positions": plan and plan.positions,
             "requests": plan and self.state.digest(plan.slots),
+            "hidden rows": plan and plan.logits_indices,
         }
 
     def _plan(

@@ -44,7 +44,8 @@ class SamplingState:
         max_num_reqs: slots, >= 1.
         num_speculative_tokens: K, >= 0: a request has up to K + 1 rows of logits.
         exchange: "batch", "vocab", "replicate" or "auto".
-        seed: base seed in [0, 2**64) of requests without one; drawn at random by default.
+        seed: base seed in [0, 2**64) of requests without one; drawn at random by default. On a mesh
+            with data-parallel axes too, every row of ranks needs a base seed of its own.
         debug: compare across ranks, at every step, what must be replicated, and name the rank that
             differs, at the price of small collectives and a host sync a step. None: the environment
             variable DTENSOR_SAMPLE_DEBUG.

@@ -24,13 +24,14 @@ from display import Display, open_display, print_summary
 from drafters import Drafter, ModelDrafter, NgramDrafter
 from llama import Batch, Llama, load_llama
 from meter import Meter
-from options import EXCHANGES, parse_arguments
+from options import parse_arguments
 from prompts import Request, make_requests
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from weights import Checkpoint, open_checkpoint
 
 from dtensor_sample import (
+    EXCHANGES,
     BatchSharder,
     RejectionSampler,
     Sampler,
@@ -66,11 +67,10 @@ def main() -> None:
 
     mesh = join_ranks(device_type, COMPILE_TIMEOUT if args.compile else TIMEOUT)
     dtype = args.dtype or ("bfloat16" if device_type == "cuda" else "float32")
-    cache = {"max_num_reqs": args.max_num_reqs, "max_length": longest}
 
     def load(checkpoint: Checkpoint) -> Llama:
         model = load_llama(checkpoint, mesh, dtype=getattr(torch, dtype))
-        model.allocate_cache(**cache)
+        model.allocate_cache(max_num_reqs=args.max_num_reqs, max_length=longest)
         return model
 
     def make_state(num_speculative_tokens: int = 0) -> SamplingState:
@@ -122,6 +122,7 @@ def main() -> None:
         "ranks": mesh.size(),
         "device": device_type,
         "dtype": dtype,
+        "compared": args.compare,
         "load_seconds": load_seconds,
         "first_token_seconds": min(request.first_token_seconds for request in requests),
         **meter.figures(),

@@ -106,6 +106,8 @@ def print_summary(figures: Mapping[str, Any], *, stderr: bool) -> None:
         "logits received": "{logits_bytes:,} bytes a rank at most",
         "  if replicated": "{replicated_logits_bytes:,} bytes",
     }
+    if figures["compared"]:
+        rows["compared"] = "the same tokens under every exchange, at every step"
     title = "{model} on {ranks} x {device}, {dtype}, exchange {exchange}"
     table = Table(title=title.format_map(figures), title_justify="left", show_header=False)
     for name, value in rows.items():
@@ -116,7 +118,7 @@ def print_summary(figures: Mapping[str, Any], *, stderr: bool) -> None:
 def _speculation_rows(speculation: Mapping[str, Any]) -> dict[str, str]:
     """What drafts brought, as rows of the table."""
     rows = {
-        "  of a prompt": "{tokens_per_target_step:.2f} tokens a step",
+        "tokens/step": "{tokens_per_target_step:.2f} of a prompt",
         "drafted": "{drafted_tokens} tokens by {drafter}, at most {num_speculative_tokens} a step",
         "accepted": "{accepted_tokens} tokens by {method} verification",
     }

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-EXCHANGES = ("batch", "vocab", "replicate")
+from dtensor_sample import EXCHANGES
+
 DRAFTERS = ("ngram", "draft")
 METHODS = ("standard", "block")
 

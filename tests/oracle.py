@@ -331,6 +331,8 @@ def verify(
     p, q = [], []
     for row, x, draft_row in zip(rows, drafts, draft_rows, strict=False):
         drawn_from_nothing = draft_row is not None and draft_row.argmax < 0
+        if is_greedy(params):  # asks for no q
+            draft_row, drawn_from_nothing = None, False
         if not 0 <= x < size or row.argmax < 0 or drawn_from_nothing:
             break
         p.append(row.probabilities)

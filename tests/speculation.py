@@ -6,6 +6,7 @@ num_speculative_tokens, k <= K the drafts of one request.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from dtensor_sample import (
     RejectionSampler,
     SamplingParams,
     SamplingState,
+    ShardPlan,
 )
 from tests import oracle
 from tests.batches import Layout, library_weights, random_batch, random_params, shard_vocab
@@ -84,6 +86,10 @@ def random_speculation(
         likely = target[:k, :vocab_size].float().nan_to_num(-torch.inf).argmax(1).tolist()
         any_id = rng.integers(vocab_size, size=k).tolist()
         chosen = {} if drawn else {j: (likely, any_id)[rng.random() < 0.2][j] for j in range(k)}
+        if k and drawn and rng.random() < 0.2:  # nothing to draw from, and yet an id
+            empty = int(rng.integers(k))
+            draft[empty] = float(rng.choice([-np.inf, np.nan]))
+            chosen[empty] = likely[empty]
         if k and rng.random() < 0.25:
             bad = (-1, -1, vocab_size, vocab_size + padding, 2**40, -(2**62))
             chosen[int(rng.integers(k))] = int(rng.choice(bad))
@@ -151,9 +157,13 @@ def rows_of(
 ) -> list[oracle.Row]:
     if logits is None:
         return []
-    largest = torch.finfo(logits.dtype).max
-    common = {"vocab_size": vocab_size, "largest": largest, "weights": library_weights}
-    return [oracle.row_of(row, params, **common) for row in logits.float().numpy()]
+    row_of = partial(
+        oracle.row_of,
+        vocab_size=vocab_size,
+        largest=torch.finfo(logits.dtype).max,
+        weights=library_weights,
+    )
+    return [row_of(row, params) for row in logits.float().numpy()]
 
 
 # --- what a rank does
@@ -173,25 +183,23 @@ def speculative_step(mesh, step: Speculation, layout: Layout, method: str) -> di
     for slot, request in zip(slots, step.requests, strict=True):
         state.add(slot, request.params, position=request.position)
     sharder = BatchSharder(state, owners=layout.owners)
-    plan_of = {"exchange": layout.exchange}
 
-    def plan_for(requests: list[int], rows: list[int] | None = None):
-        chosen = [slots[i] for i in requests]
-        plan = sharder.plan(chosen, rows, **plan_of)
-        if layout.spare:
-            plan = sharder.plan(chosen, rows, capacity=plan.capacity + layout.spare, **plan_of)
-        return plan
+    def plan_for(requests: list[int], rows: list[int] | None = None) -> ShardPlan:
+        plan_of = partial(
+            sharder.plan, [slots[i] for i in requests], rows, exchange=layout.exchange
+        )
+        return plan_of(capacity=plan_of().capacity + layout.spare) if layout.spare else plan_of()
 
     # Drafts, of fewer requests at each further step; the batch is in another order at each.
     drafts = {i: [-1] * step.K for i in order}
     drafter = DraftSampler(state)
     for j in range(step.K):
-        drawing = [i for i in order if step.requests[i].draft is not None]
-        drawing = [i for i in drawing if j < step.requests[i].k][:: (-1) ** j]
+        rows_of_draft = {i: step.requests[i].draft for i in order[:: (-1) ** j]}
+        drawing = {i: x[j] for i, x in rows_of_draft.items() if x is not None and j < len(x)}
         if not drawing:
             break
-        plan = plan_for(drawing)
-        rows = torch.stack([step.requests[i].draft[j] for i in drawing]).to(mesh.device_type)
+        plan = plan_for(list(drawing))
+        rows = torch.stack(list(drawing.values())).to(mesh.device_type)
         drawn = drafter(shard_vocab(plan.select(rows), mesh), plan, step=j).tolist()
         for i, token in zip(drawing, drawn, strict=True):
             drafts[i][j] = token

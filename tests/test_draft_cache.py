@@ -34,6 +34,11 @@ class Live:
     rows: list[oracle.Row] = field(default_factory=list)
     """What each draft was drawn from, where kept."""
 
+    @property
+    def where(self) -> dict[str, int]:
+        assert self.params.seed is not None
+        return {"seed": self.params.seed, "position": self.position}
+
 
 class Script:
     """Random events of an engine, and what each must give. Requests, drafts, caches: one dict."""
@@ -85,8 +90,7 @@ class Script:
             request = self.live[slot]
             params = request.params
             [row] = rows_of(row[None], params, V)
-            where = {"seed": params.seed, "position": request.position}
-            token = oracle.draft(row, params, step=step, **where)
+            token = oracle.draft(row, params, step=step, **request.where)
             del request.drafts[step:], request.rows[step:]
             request.drafts.append(token)
             if not params.greedy:
@@ -112,9 +116,9 @@ class Script:
                 known[len(draft_rows) :] = [-1] * (k - len(draft_rows))
             draft_rows += [None] * (k - len(draft_rows))
             params = request.params
-            where = {"seed": params.seed, "position": request.position}
+            rows = rows_of(target, params, V)
             verified = oracle.verify(
-                rows_of(target, params, V), known, draft_rows, params, method=self.method, **where
+                rows, known, draft_rows, params, method=self.method, **request.where
             )
             request.position += len(verified.tokens)
             request.drafts, request.rows = [], []
@@ -122,8 +126,8 @@ class Script:
             counts.append(k + 1)
             targets.append(target)
             answers.append(verified.tokens + [-1] * (K + 1 - len(verified.tokens)))
-        rows = torch.cat([torch.empty(0, V + PADDING), *targets])
-        self.put(answers, "verify", slots, counts, chosen, rows)
+        logits = torch.cat([torch.empty(0, V + PADDING), *targets])
+        self.put(answers, "verify", slots, counts, chosen, logits)
 
     def sample(self) -> None:
         slots = self.some(self.live)[:2]
@@ -135,10 +139,9 @@ class Script:
             got = oracle.sample(
                 row.numpy(),
                 params,
-                seed=params.seed,
-                position=request.position,
+                **request.where,
                 vocab_size=V,
-                largest=np.finfo(np.float32).max,
+                largest=float(np.finfo(np.float32).max),
                 weights=library_weights,
             )
             request.position += not got.failed
@@ -205,11 +208,16 @@ def script(seed: int, method: str, dtype: torch.dtype) -> Script:
     return made
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize(
-    ("seed", "method", "dtype"), [(1, "block", torch.float32), (2, "standard", torch.bfloat16)]
+    ("exchange", "seed", "method", "dtype"),
+    [
+        ("batch", 1, "block", torch.float32),
+        ("batch", 2, "standard", torch.bfloat16),
+        ("vocab", 2, "standard", torch.bfloat16),
+        ("replicate", 1, "block", torch.float32),
+    ],
 )
-def test_life(ranks, seed, method, dtype, exchange):
+def test_life(ranks, exchange, seed, method, dtype):
     """Catches rows of another request, step or block, and any that hold no draft: those are NaN.
 
     Slots are reused, owners balanced anew, drafts wait, are too few, or were never kept.

@@ -54,7 +54,7 @@ def random_steps(mesh, exchange: str, steps: int) -> list[tuple]:
             calls = trace_of(drafter, plan, count, step=step)
             cost = plan.cost(torch.bfloat16)
             results.append(("draft", plan.num_rows, cost.collectives, cost.wire_bytes, calls))
-            drawn |= any(not state.params_of(slot).greedy for slot in slots)
+            drawn |= any(not state.request(slot).params.greedy for slot in slots)
         rows = rng.integers(1, K + 2, count).tolist()
         with CollectiveTrace() as trace:
             plan = sharders[int(rng.integers(3))].plan(slots, rows)
@@ -89,7 +89,7 @@ def test_traces_of_random_steps(ranks):
     for a verified step alike; `vocab` sends no logits.
     """
     for exchange in EXCHANGES:
-        first, *others = ranks.run(random_steps, exchange, 20)
+        first, *others = ranks.run(random_steps, exchange, 10)
         assert all(other == first for other in others)
         for what, rows, promised, wire_bytes, calls in first:
             kinds = tuple(KINDS[name] for name, *_ in calls)

@@ -41,9 +41,13 @@ def test_global_shapes_of_uneven_shards(ranks, record_property):
 SCANS = {"cumsum": torch.cumsum, "cumprod": torch.cumprod, "logcumsumexp": torch.logcumsumexp}
 
 
-def scan(mesh, name: str, dim: int) -> list[float]:
+def scan(mesh, name: str, dim: int) -> list[float] | None:
+    """The scan of a sharded row; None where this torch does not scan DTensors."""
     full = torch.arange(1.0, 9.0, device=mesh.device_type)[None]
-    scanned = SCANS[name](shard_vocab(full, mesh), dim)
+    try:
+        scanned = SCANS[name](shard_vocab(full, mesh), dim)
+    except NotImplementedError:
+        return None
     assert isinstance(scanned, DTensor)
     return scanned.full_tensor()[0].tolist()
 
@@ -55,7 +59,12 @@ def test_canary_scans_over_a_sharded_dim(ranks, name, record_property):
     full = torch.arange(1.0, 9.0)
     whole = SCANS[name](full, 0)
     by_shard = torch.cat([SCANS[name](part, 0) for part in full.chunk(ranks.size)])
-    positive, negative = (torch.tensor(ranks.run(scan, name, dim)[0]) for dim in (1, -1))
+    found = [ranks.run(scan, name, dim)[0] for dim in (1, -1)]
+    if None in found:
+        record_property("upstream_is_right", "refused")
+        assert found == [None, None]
+        return
+    positive, negative = map(torch.tensor, found)
     torch.testing.assert_close(positive, whole)
     fixed = torch.allclose(negative, whole)
     record_property("upstream_is_right", fixed)

@@ -31,6 +31,7 @@ from llama import Llama, load_llama
 from meter import Meter
 from prompts import Request
 from rich.console import Console
+from text import TextStream
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -415,6 +416,23 @@ def test_random_speculative_texts(ranks: Ranks, pair: tuple[Path, Path]) -> None
     assert all(result == drafted[0] for result in drafted)
     assert 0 < drafted[0][1]["accepted_tokens"] < drafted[0][1]["drafted_tokens"]
     assert all(figures["acceptance_per_position"] == [1.0] * 4 for _, figures in own)
+
+
+def test_compare_fails_if_speculation_changes_a_text() -> None:
+    one, other = (
+        Request(
+            index=3,
+            prompt="",
+            prompt_token_ids=[1],
+            params=own,
+            stream=TextStream(Tokenizer(models.BPE())),
+        )
+        for own in greedy(2)
+    )
+    script.compare_texts([one], [other])
+    one.token_ids, other.token_ids = [4, 5], [4, 6]
+    with pytest.raises(SystemExit, match=r"prompt 3 differs without .*: \[4, 5\] and \[4, 6\]"):
+        script.compare_texts([one], [other])
 
 
 def test_parts_of_a_gguf_file_are_parts_of_the_whole(default: weights.Checkpoint) -> None:

@@ -190,7 +190,10 @@ class DraftCache:
         holders = self.axis.size if exchange.name == "batch" else 1
         blocks = -(-self.num_slots // holders)
         kept = logits.x_NSv.shape[2] if exchange.name == "vocab" else self.vocab_size
-        self.logits_MSw = logits.x_NSv.new_empty((blocks * self.K, 1, kept))
+        with torch.inference_mode(False):  # written by steps inside and outside of it
+            self.logits_MSw = torch.empty(
+                (blocks * self.K, 1, kept), dtype=logits.x_NSv.dtype, device=logits.x_NSv.device
+            )
         self.exchange, self.columns = exchange.name, self._columns(width)
         self._free = [list(range(blocks)) for _ in range(holders)]
 

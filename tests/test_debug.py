@@ -1,0 +1,156 @@
+"""Debug mode: what one rank got wrong is told to all of them, and nothing else is."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_sample import (
+    BatchSharder,
+    RejectionSampler,
+    Sampler,
+    SamplingParams,
+    SamplingState,
+    replicated,
+    sample,
+)
+from tests.batches import shard_vocab
+from tests.pool import worlds
+
+V, ROWS = 10, 300
+
+
+class Engine:
+    """A state in debug mode with three requests, and what its steps need."""
+
+    def __init__(self, mesh, **kwargs: Any) -> None:
+        self.mesh, self.rank = mesh, mesh.get_local_rank()
+        self.odd = int(self.rank == 1)
+        self.full = torch.eye(3, V, device=mesh.device_type)
+        self.logits = shard_vocab(self.full, mesh)
+        self.many = replicated(torch.zeros(ROWS, V, device=mesh.device_type), mesh)
+        options: dict[str, Any] = {
+            "vocab_size": V,
+            "max_num_reqs": 8,
+            "num_speculative_tokens": 1,
+            "seed": 0,
+        }
+        self.state = SamplingState(mesh, debug=True, **options | kwargs)
+        for slot in range(3):
+            self.state.add(slot, SamplingParams(seed=slot))
+        self.sharder = BatchSharder(self.state)
+
+    def step(self, **kwargs) -> None:
+        plan = self.sharder.plan([0, 1, 2], exchange="vocab", **kwargs)
+        Sampler(self.state)(shard_vocab(plan.select(self.full), self.mesh), plan)
+
+    def params(self, odd_seed: int):
+        seeds = [odd_seed if row == ROWS // 2 else row for row in range(ROWS)]
+        return SamplingParams.batch([SamplingParams(seed=seed) for seed in seeds], self.full.device)
+
+    def admit(self, position: int) -> None:
+        self.state.add(5, SamplingParams(), position=position)
+        try:
+            self.sharder.plan([5])
+        finally:
+            self.state.remove(5)
+
+    def verify(self, draft: int) -> None:
+        plan = self.sharder.plan([0], exchange="vocab")
+        logits = shard_vocab(plan.select(self.full[:1]), self.mesh)
+        RejectionSampler(self.state)(logits, plan, torch.tensor([[draft]]))
+
+
+DIFFERING: dict[str, tuple[Callable[[Any], object], str]] = {
+    "slots": (lambda e: e.sharder.plan([e.odd]), "slots"),
+    "slots refused on one rank": (lambda e: e.sharder.plan([7 * e.odd]), ""),
+    "exchange": (lambda e: e.sharder.plan([0], exchange=("batch", "vocab")[e.odd]), "exchange"),
+    "positions": (lambda e: e.sharder.plan([0], positions=[e.odd]), "positions"),
+    "a request's position": (lambda e: e.admit(e.odd), "requests"),
+    "logits dtype": (
+        lambda e: sample((e.logits, e.logits.bfloat16())[e.odd], SamplingParams(), position=0),
+        "logits",
+    ),
+    "one seed of many": (lambda e: sample(e.many, e.params(e.odd), position=0), "params"),
+    "position": (lambda e: sample(e.logits, SamplingParams(), position=e.odd), "position"),
+    "position refused on one rank": (
+        lambda e: sample(e.logits, SamplingParams(), position=-e.odd),
+        "",
+    ),
+    "drafts": (lambda e: e.verify(e.odd), "draft"),
+}
+
+EQUAL: dict[str, Callable[[Any], object]] = {
+    "list and tuple": lambda e: e.sharder.plan([[0, 1], (0, 1)][e.odd]),
+    "int and numpy": lambda e: e.sharder.plan([0, [1, np.int64(1)][e.odd]]),
+    "one position for all": lambda e: sample(e.logits, SamplingParams(), position=3),
+    "strided positions": lambda e: sample(
+        e.logits, SamplingParams(), position=torch.arange(6)[::2].to(e.full.device)
+    ),
+    "base_seed": lambda e: sample(
+        e.logits, SamplingParams(), position=0, base_seed=[1, np.int64(1)][e.odd]
+    ),
+    "no rows": lambda e: sample(e.logits[:0], SamplingParams(), position=0),
+    "a step": lambda e: e.step(),
+}
+
+
+def outcomes(mesh) -> dict[str, str]:
+    """What each case ends in, each followed by a good step."""
+    os.environ["DTENSOR_SAMPLE_DEBUG"] = "1"
+    try:
+        engine, ended = Engine(mesh), {}
+        cases = {name: call for name, (call, _) in DIFFERING.items()} | EQUAL
+        for name, call in cases.items():
+            try:
+                call(engine)
+                ended[name] = "passed"
+            except ValueError as error:
+                ended[name] = str(error)
+            engine.step()
+        try:
+            Engine(mesh, max_num_reqs=8 + engine.odd)
+        except ValueError as error:
+            ended["state"] = str(error)
+        return ended
+    finally:
+        del os.environ["DTENSOR_SAMPLE_DEBUG"]
+
+
+@worlds("cpu:2", "cpu:4", "cuda:2")
+def test_what_differs_is_named_on_every_rank(ranks):
+    """Catches a mistake of one rank that leaves the others waiting, and false alarms."""
+    for rank, ended in enumerate(ranks.run(outcomes)):
+        for name, (_, argument) in DIFFERING.items():
+            assert argument in ended[name], (rank, name, ended[name])
+            assert ended[name] != "passed", (rank, name)
+            if rank != 1:  # rank 1 may see its own error instead
+                assert "rank 1" in ended[name], (rank, name, ended[name])
+        assert [name for name in EQUAL if ended[name] != "passed"] == []
+        assert "max_num_reqs" in ended["state"]
+
+
+def tokens_of_rows(mesh) -> list[list[int]]:
+    """Tokens of unseeded rows over two axes, and over the sampling axis alone."""
+    del mesh
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    half = torch.zeros(2, V)
+    split = shard_vocab(half, grid["tp"]).to_local()
+    logits = DTensor.from_local(
+        split, grid, [Shard(0), Shard(1)], run_check=False, shape=torch.Size((4, V)), stride=(V, 1)
+    )
+    mine = sample(logits, SamplingParams(), position=0)
+    whole = sample(replicated(torch.zeros(4, V), grid["tp"]), SamplingParams(), position=0)
+    return [mine.tolist(), whole.tolist()]
+
+
+@worlds("cpu:4")
+def test_unseeded_rows_of_another_axis_have_their_own_streams(ranks):
+    """Catches rows numbered from 0 on every data-parallel rank: they would draw the same noise."""
+    for rank, (mine, whole) in enumerate(ranks.run(tokens_of_rows)):
+        dp = rank // 2
+        assert mine == whole[2 * dp : 2 * dp + 2]
