@@ -45,7 +45,11 @@ class Case:
             case "strided":
                 x_NSv = x_NSv.movedim(2, 0).contiguous().movedim(0, 2)
         first_id_S = torch.arange(self.S, device=device) * self.v
-        rows_R = None if self.chosen is None else torch.tensor(self.chosen, device=device)
+        rows_R = (
+            None
+            if self.chosen is None
+            else torch.tensor(self.chosen, dtype=torch.int64, device=device)
+        )
         return x_NSv, first_id_S, rows_R, self.V
 
 
@@ -77,12 +81,15 @@ def row(kind: str, size: int, generator: torch.Generator) -> Tensor:
             x[::3] = torch.nan
         case "huge":
             x *= 6e4 / x.abs().max()
+        case "far apart":
+            x[::2] = -3e38
+            x[1::2] = 3e38
     return x
 
 
 KINDS = (
     "gauss", "peaked", "clustered", "tied", "flat", "nan", "infinite", "masked", "one", "dead",
-    "huge",
+    "huge", "far apart",
 )  # fmt: skip
 
 
@@ -94,6 +101,7 @@ def params(R: int, V: int, *, top_k: bool, top_p: bool, seed: int = 0) -> tuple[
         return torch.rand(R, generator=generator) < off
 
     temperature = torch.rand(R, generator=generator) * 2 + 0.05
+    temperature[len(KINDS) - 1 :] = 1e38  # for logits as far apart as they can be
     min_p = temperature * torch.rand(R, generator=generator).log()
     k = torch.randint(1, min(V, 300) + 2, (R,), generator=generator)
     p = (torch.rand(R, generator=generator) * (1 << 31)).long()
@@ -135,7 +143,7 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
     for weighted in (False, True):
         compare("histogram", ops.histogram, *row_args, prefix_R, V, 0, weighted)
     # One shard of the vocabulary: its parts of a wider row.
-    x_NSv, first_id_S, rows_R = logits
+    x_NSv, first_id_S, rows_R = case.logits(device)[:3]
     last = (x_NSv[:, -1:], first_id_S[-1:], rows_R)
     compare("shard's peak", ops.peak, *last, V)
     compare("shard's mass", ops.mass, *last, peak_R, floor_R, shape[0], V)
@@ -173,5 +181,7 @@ def counters(device: str) -> Iterator[str]:
 
 if __name__ == "__main__":
     for case in CASES:
-        print(*mismatches(case, "cpu"), sep="\n", end="")
-    print(*counters("cpu"), sep="\n", end="")
+        for difference in mismatches(case, "cpu"):
+            print(difference)
+    for difference in counters("cpu"):
+        print(difference)

@@ -83,7 +83,8 @@ def weights(
         scale_R: float32, log2(e) / temperature.
         vocab_size: V, fixes S.
     """
-    exponent_RSv = (value_RSv - peak_R[:, None, None]).double() * scale_R[:, None, None]
+    below_RSv = (value_RSv - peak_R[:, None, None]).clamp(min=-torch.finfo(torch.float32).max)
+    exponent_RSv = below_RSv.double() * scale_R[:, None, None]
     kept_RSv = (value_RSv >= floor_R[:, None, None]) & (value_RSv > -torch.inf)
     kept_RSv &= exponent_RSv >= LOWEST_EXPONENT
     exponent_RSv = torch.where(kept_RSv, exponent_RSv, LOWEST_EXPONENT)

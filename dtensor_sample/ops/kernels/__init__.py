@@ -5,7 +5,9 @@ path, the oracle of the tests, and what runs on a GPU without Triton.
 """
 
 import importlib
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch._library.custom_ops import CustomOpDef
@@ -30,7 +32,9 @@ def use_kernel(op: CustomOpDef) -> None:
         op.register_kernel("cuda")(kernel_of(op))
 
 
-def kernel_of(op: CustomOpDef) -> object:
+def kernel_of(op: CustomOpDef) -> Callable[..., Any]:
     """What launches the kernel of an op."""
     name = op._qualname.rpartition("::")[2]
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    kernel: Callable[..., Any] = getattr(module, name)
+    return kernel

@@ -1,6 +1,5 @@
 """Counter-based uniform integers."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

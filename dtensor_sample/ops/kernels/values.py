@@ -74,6 +74,7 @@ def weight(x, peak, least, lowest, scale, KEEP: tl.constexpr):
     elif KEEP == "least":
         below = tl.where(x >= least, below, lowest)
     else:
+        below = tl.maximum(below, -_LARGEST_FLOAT32)
         kept = (x >= least) & (below * scale >= _LOWEST)
         below = tl.where(kept, below, 0.0)
     whole = fused_multiply_add(below, scale, _NEAREST)
