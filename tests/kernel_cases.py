@@ -125,7 +125,8 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
         return results
 
     different: list[str] = []
-    *logits, V = case.logits(device)
+    x_NSv, first_id_S, rows_R, V = case.logits(device)
+    logits = (x_NSv, first_id_S, rows_R)
     R = len(case.kinds if case.chosen is None else case.chosen)
     uniform_R = torch.randint(0, 1 << 62, (R,), generator=torch.Generator().manual_seed(0))
     uniform_R = uniform_R.to(device)
@@ -142,8 +143,26 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
     prefix_R = torch.zeros_like(uniform_R)
     for weighted in (False, True):
         compare("histogram", ops.histogram, *row_args, prefix_R, V, 0, weighted)
+    # A draft that is much like the target, with some rows one-hot or without tokens.
+    generator = torch.Generator().manual_seed(1)
+    draft_MSw = case.logits("cpu")[0].float().flatten(1)[:, None, :V].roll(-1, 0)
+    draft_MSw = (draft_MSw + torch.randn(draft_MSw.shape, generator=generator)).half().to(device)
+    draft_rows_R = torch.arange(R, device=device) % max(len(draft_MSw), 1)
+    draft_rows_R[R // 2 : R // 2 + 2] = -1
+    draft = (draft_MSw, first_id_S[:1], draft_rows_R)
+    draft_peak_R, draft_floor_R, draft_mass_RSC, *_ = weigh.whole(*draft, *shape, *filters, V)
+    draft_total_R = draft_mass_RSC.sum((1, 2))
+    one_hot_R = torch.where(draft_rows_R < 0, token_R, -1)
+    ratio_R = torch.randint(0, ops.ONE + 1, (R,), generator=generator).to(device)
+    ratio_R[: R // 2] = ops.ONE
+    residual_args = (
+        *row_args, mass_RSC.sum((1, 2)), ratio_R, draft_MSw, draft_rows_R, draft_peak_R,
+        draft_floor_R, shape[0], draft_total_R, one_hot_R,
+    )  # fmt: skip
+    spare_RSC = compare("residual_mass", ops.residual_mass, *residual_args, V)[0]
+    aimed = ops.aim(spare_RSC, uniform_R)
+    compare("residual_pick", ops.residual_pick, *residual_args, *aimed, V)
     # One shard of the vocabulary: its parts of a wider row.
-    x_NSv, first_id_S, rows_R = case.logits(device)[:3]
     last = (x_NSv[:, -1:], first_id_S[-1:], rows_R)
     compare("shard's peak", ops.peak, *last, V)
     compare("shard's mass", ops.mass, *last, peak_R, floor_R, shape[0], V)
@@ -164,24 +183,40 @@ CASES = (
 """For the interpreter: every layout and dtype, vocabularies below and above 2048."""
 
 
-def counters(device: str) -> Iterator[str]:
-    """Whether uniforms and answers differ."""
+def numbers(device: str) -> Iterator[str]:
+    """Names of ops on a few numbers a row whose results differ."""
     generator = torch.Generator().manual_seed(0)
     seed, position, argmax = torch.randint(-(1 << 63), (1 << 63) - 1, (3, 300), generator=generator)
     offset = torch.randint(0, 1 << 32, (300,), generator=generator)
     for op, args in (
         (ops.uniform, (seed, position, offset, 3)),
         (ops.answer, (seed, argmax, position, offset % 2 == 0)),
+        (ops.probability, (seed >> 30 & offset, abs(position) >> 1)),
+        (
+            ops.chain,
+            (
+                abs(argmax).view(60, 5) >> 4,
+                abs(position).view(60, 5) % 3 * (argmax.view(60, 5) >> 5).abs(),
+            ),
+        ),
     ):
         run = op if device == "cuda" else kernel_of(op)
         got = run(*(a.to(device) if isinstance(a, Tensor) else a for a in args))
         if not torch.equal(got.cpu(), op(*args)):
             yield op._qualname
+    x_RSv = torch.randn(4, 3, 50, generator=generator).bfloat16().transpose(1, 2)
+    cache_MW, rows_R = torch.zeros(5, 141).bfloat16().to(device), torch.tensor([3, -1, 0, 4])
+    run = ops.store if device == "cuda" else kernel_of(ops.store)
+    run(cache_MW, rows_R.to(device), x_RSv.to(device))
+    wanted_MW = torch.zeros(5, 141).bfloat16()
+    ops.store(wanted_MW, rows_R, x_RSv)
+    if not torch.equal(cache_MW.cpu(), wanted_MW):
+        yield "store"
 
 
 if __name__ == "__main__":
     for case in CASES:
         for difference in mismatches(case, "cpu"):
             print(difference)
-    for difference in counters("cpu"):
+    for difference in numbers("cpu"):
         print(difference)

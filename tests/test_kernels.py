@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtensor_sample import ops, weigh
-from tests.kernel_cases import KINDS, SMALL, counters, mismatches, params
+from tests.kernel_cases import KINDS, SMALL, mismatches, numbers, params
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found 0")
 
@@ -52,8 +52,8 @@ def test_kernels_on_a_gpu(case):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_counters_on_a_gpu():
-    assert list(counters("cuda")) == []
+def test_numbers_on_a_gpu():
+    assert list(numbers("cuda")) == []
 
 
 @pytest.mark.gpu

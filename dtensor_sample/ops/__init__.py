@@ -43,5 +43,19 @@ __all__ = [
     "use_kernel",
 ]
 
-for _op in (aim, answer, histogram, lookup, mass, peak, pick, uniform):
+for _op in (
+    aim,
+    answer,
+    chain,
+    histogram,
+    lookup,
+    mass,
+    peak,
+    pick,
+    probability,
+    residual_mass,
+    residual_pick,
+    store,
+    uniform,
+):
     use_kernel(_op)

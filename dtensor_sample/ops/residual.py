@@ -81,7 +81,8 @@ def residual_mass(
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
         total_R: [R] int64, the target's mass over the whole vocabulary.
         ratio_R: [R] int64 in [0, 2**60], units of 2**-60.
-        draft_MSw: [M, S', w] the draft's logits; their ids count from the same first id.
+        draft_MSw: [M, 1, w] the draft's logits; their ids count from the same first id, without a
+            gap, as those of the target's segments then do.
         draft_rows_R: [R] int64, rows of those; -1: q is 0 but for `one_hot`.
         draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R: as the target's.
         one_hot_R: [R] int64, an id of which q is 1; -1 for none.

@@ -15,11 +15,16 @@ from torch._library.custom_ops import CustomOpDef
 _MODULES = {
     "aim": "pick",
     "answer": "uniform",
+    "chain": "residual",
     "histogram": "histogram",
     "lookup": "pick",
     "mass": "passes",
     "peak": "passes",
     "pick": "pick",
+    "probability": "residual",
+    "residual_mass": "residual",
+    "residual_pick": "pick",
+    "store": "store",
     "uniform": "uniform",
     "weigh": "whole",
 }

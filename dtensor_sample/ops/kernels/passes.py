@@ -67,7 +67,7 @@ def _peaks_kernel(
     Example: parts [1, nan] and [7, inf] in float16 have peaks [1, 65504] and NaN counts [1, 0].
     """
     item = tl.program_id(0)
-    row, segment, begin = _place(item, segments, G)
+    row, segment, begin = item_place(item, segments, G)
     source = source_row(rows_ptr, row, HAS_ROWS)
     count = segment_count(first_ptr, segment, source, width, vocab_size)
     x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
@@ -160,7 +160,7 @@ def _masses_kernel(
     Example: at scale 1, the part [7.5, -inf] of a row whose peak is 7.5 weighs 2**S.
     """
     item = tl.program_id(0)
-    row, segment, begin = _place(item, segments, G)
+    row, segment, begin = item_place(item, segments, G)
     source = source_row(rows_ptr, row, HAS_ROWS)
     count = segment_count(first_ptr, segment, source, width, vocab_size)
     x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
@@ -192,7 +192,7 @@ def _masses_kernel(
 
 
 @triton.jit
-def _place(item, segments, G: tl.constexpr):
+def item_place(item, segments, G: tl.constexpr):
     """The row, the segment and the first part of an item."""
     begin = item % (_PARTS // G) * G
     item //= _PARTS // G
@@ -328,7 +328,7 @@ def first_pass(
     (_, S, v), R = x_NSv.shape, count_rows(x_NSv, rows_R)
     peak_RSC = first_id_S.new_empty((R, S, PARTS), dtype=torch.float32)
     nans_RSC = first_id_S.new_empty((R, S, PARTS), dtype=torch.int32)
-    G = item_parts(v) if tops else _item_parts(R, S, v)
+    G = wide_items(v) if tops else item_parts(R, S, v)
     step, top_RSCb = _TILE // G, None
     if tops:
         top_RSCb = x_NSv.new_empty((R, S, PARTS, step // CHUNK))
@@ -417,7 +417,7 @@ def second_pass(
     """
     x_NSv, first_id_S, rows_R, vocab_size = logits
     (_, S, v), R = x_NSv.shape, found[0].shape[0]
-    bits, G = weight_bits(vocab_size), _item_parts(R, S, v)
+    bits, G = weight_bits(vocab_size), item_parts(R, S, v)
     if R > 0:
         _masses_kernel[(R * S * (PARTS // G),)](
             x_NSv,
@@ -444,15 +444,15 @@ def second_pass(
         )
 
 
-def item_parts(v: int) -> int:
+def wide_items(v: int) -> int:
     """G: so many parts that an item has about 16 K columns."""
     wanted = max(1, 16384 // max(part_width(v), 1))
     return min(1 << (wanted - 1).bit_length(), PARTS)
 
 
-def _item_parts(R: int, S: int, v: int) -> int:
+def item_parts(R: int, S: int, v: int) -> int:
     """G, smaller if there would be few items."""
-    G = item_parts(v)
+    G = wide_items(v)
     while G > 1 and R * S * (PARTS // G) < _ENOUGH_ITEMS:
         G //= 2
     return G

@@ -5,6 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.kernels.residual import (
+    NO_DRAFT,
+    DraftArguments,
+    draft_arguments,
+    draft_row,
+    residual,
+)
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
     clean,
@@ -61,13 +68,28 @@ def _pick_kernel(
     start_stride,
     point_ptr,  # [R] int64
     id_ptr,  # out: [R] int64
+    total_ptr,  # this and what follows as in `residual_mass`, if RESIDUAL
+    ratio_ptr,
+    draft_ptr,
+    draft_stride_m,
+    draft_stride_w,
+    draft_rows_ptr,
+    draft_peak_ptr,
+    draft_floor_ptr,
+    draft_scale_ptr,
+    draft_total_ptr,
+    one_hot_ptr,
+    draft_width,
     segments,  # S
     width,  # v
     part_columns,  # columns of a part
     vocab_size,
+    RESIDUAL: tl.constexpr,  # pick by residuals instead of weights
     TOP: tl.constexpr,  # largest finite value of the logits' dtype
     UNIT: tl.constexpr,  # stride_v is 1
     HAS_ROWS: tl.constexpr,
+    DRAFT_TOP: tl.constexpr,
+    DRAFT_UNIT: tl.constexpr,
     BITS: tl.constexpr,  # S of `weight_bits`
     EXACT: tl.constexpr,  # whether BITS allows exact float64 sums
     ALL_PARTS: tl.constexpr,  # S * PARTS, rounded up to a power of two
@@ -94,6 +116,12 @@ def _pick_kernel(
     peak = tl.load(peak_ptr + row)
     scale = tl.load(scale_ptr + row)
     least, _ = row_limits(peak, tl.load(floor_ptr + row), scale)
+    if RESIDUAL:
+        factor, draft, left, hot, draft_peak, draft_least, draft_scale, draft_factor = draft_row(
+            row, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_w,
+            draft_rows_ptr, draft_peak_ptr, draft_floor_ptr, draft_scale_ptr, draft_total_ptr,
+            one_hot_ptr, draft_width, first_ptr, width, vocab_size,
+        )  # fmt: skip
     begin = (tl.maximum(at, 0) % _PARTS) * part_columns
     end = tl.where(at < 0, begin, tl.minimum(begin + part_columns, count))
     # Block by block of the part, then token by token in the block that holds the point.
@@ -107,7 +135,15 @@ def _pick_kernel(
             column + step < end,
             TOP,
         )
-        sums = tl.sum(integer_weight(x, peak, least, scale, BITS, EXACT), 1)
+        if RESIDUAL:
+            amount = residual(
+                x, column + step, peak, least, scale, factor, draft, draft_stride_w, left, hot,
+                draft_peak, draft_least, draft_scale, draft_factor,
+                DRAFT_TOP, DRAFT_UNIT, BITS, EXACT,
+            )  # fmt: skip
+        else:
+            amount = integer_weight(x, peak, least, scale, BITS, EXACT)
+        sums = tl.sum(amount, 1)
         beyond = running + tl.cumsum(sums, 0)
         here = (beyond > point) & (beyond - sums <= point)
         first_column = tl.minimum(
@@ -117,7 +153,15 @@ def _pick_kernel(
         running += tl.sum(sums, 0)
     column = first_column + tl.arange(0, _BLOCK)
     x = clean(load(base, column, stride_v, column < end, UNIT), column < end, TOP)
-    beyond = before + tl.cumsum(integer_weight(x, peak, least, scale, BITS, EXACT), 0)
+    if RESIDUAL:
+        amount = residual(
+            x, column, peak, least, scale, factor, draft, draft_stride_w, left, hot,
+            draft_peak, draft_least, draft_scale, draft_factor,
+            DRAFT_TOP, DRAFT_UNIT, BITS, EXACT,
+        )  # fmt: skip
+    else:
+        amount = integer_weight(x, peak, least, scale, BITS, EXACT)
+    beyond = before + tl.cumsum(amount, 0)
     found = tl.min(tl.where(beyond > point, column, _NOWHERE), 0)
     token = tl.load(first_ptr + segment) + found
     tl.store(id_ptr + row, tl.where(found < _NOWHERE, token, -1))
@@ -193,6 +237,45 @@ def pick(
     vocab_size: int,
 ) -> Tensor:
     """The kernel of `ops.pick`."""
+    row = (x_NSv, first_id_S, rows_R, peak_R, floor_R, scale_R)
+    return _pick(row, None, start_RSC, point_R, vocab_size)
+
+
+def residual_pick(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    total_R: Tensor,
+    ratio_R: Tensor,
+    draft_MSw: Tensor,
+    draft_rows_R: Tensor,
+    draft_peak_R: Tensor,
+    draft_floor_R: Tensor,
+    draft_scale_R: Tensor,
+    draft_total_R: Tensor,
+    one_hot_R: Tensor,
+    start_RSC: Tensor,
+    point_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    """The kernel of `ops.residual_pick`."""
+    row = (x_NSv, first_id_S, rows_R, peak_R, floor_R, scale_R)
+    draft = (draft_MSw, draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
+    of_draft = draft_arguments(total_R, ratio_R, *draft, one_hot_R)
+    return _pick(row, of_draft, start_RSC, point_R, vocab_size)
+
+
+def _pick(
+    row: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor],
+    draft: DraftArguments | None,
+    start_RSC: Tensor,
+    point_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    x_NSv, first_id_S, rows_R, *of_row = row
     (_, S, v), R = x_NSv.shape, count_rows(x_NSv, rows_R)
     id_R = first_id_S.new_empty(R)
     bits = weight_bits(vocab_size)
@@ -202,20 +285,22 @@ def pick(
             *x_NSv.stride(),
             first_id_S,
             rows_R,
-            peak_R.contiguous(),
-            floor_R.contiguous(),
-            scale_R.contiguous(),
+            *(x_R.contiguous() for x_R in of_row),
             start_RSC,
             start_RSC.stride(0),
             point_R.contiguous(),
             id_R,
+            *(NO_DRAFT if draft is None else draft).values,
             S,
             v,
             part_width(v),
             vocab_size,
+            RESIDUAL=draft is not None,
             TOP=torch.finfo(x_NSv.dtype).max,
             UNIT=x_NSv.stride(2) == 1,
             HAS_ROWS=rows_R is not None,
+            DRAFT_TOP=0.0 if draft is None else draft.top,
+            DRAFT_UNIT=draft is not None and draft.unit,
             BITS=bits,
             EXACT=bits <= EXACT_BITS,
             ALL_PARTS=triton.next_power_of_2(S * PARTS),

@@ -105,6 +105,21 @@ def integer_weight(x, peak, least, scale, BITS: tl.constexpr, EXACT: tl.constexp
 
 
 @triton.jit
+def probability_units(x, peak, least, scale, factor, BITS: tl.constexpr, EXACT: tl.constexpr):
+    """The int64 products of weights and a float64 factor of their row, at most 2**60, truncated."""
+    if EXACT:
+        # The weight as a float64 in the units of `unit_sum`; the factor takes the rest.
+        unit = unit_sum(x, BITS)
+        rounded = (unit + weight(x, peak, least, 0.0, scale, "exact")) - unit
+        lift = tl.full([], (1023 + 1023 - _ONE + BITS) << 52, tl.int64)
+        product = rounded * (factor * lift.to(tl.float64, bitcast=True))
+    else:
+        product = integer_weight(x, peak, least, scale, BITS, EXACT).to(tl.float64) * factor
+    one = tl.full([], 1 << 60, tl.int64)
+    return tl.minimum(product, one.to(tl.float64)).to(tl.int64)
+
+
+@triton.jit
 def row_limits(peak, floor, scale):
     """The least value kept, and the lowest difference to the peak that need be told apart.
 
