@@ -25,7 +25,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "histogram": (*row, zero_R, V, 0, True),
         "mass": (*row, V),
         "weigh": (*row[:3], *shape, True, True, V),
-        "aim": (start_RSC + 1, zero_R + 5),
+        "aim": (start_RSC.movedim(0, 1).contiguous().movedim(1, 0), zero_R + 5),
         "answer": (zero_R, zero_R, zero_R, zero_R == 0),
         "pick": (*row, start_RSC, zero_R, V),
         "lookup": (*row, zero_R, V),

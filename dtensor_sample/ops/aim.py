@@ -22,7 +22,7 @@ def aim(sum_RPC: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
 
     Example: parts that sum to [4, 0, 2] start at [0, 4, 4], and a uniform of 2**61 points at 3.
     """
-    flat_RG = sum_RPC.flatten(1)
+    flat_RG = sum_RPC.contiguous().flatten(1)
     start_RPC = (flat_RG.cumsum(1) - flat_RG).view(sum_RPC.shape)
     return start_RPC, scaled(uniform_R, flat_RG.sum(1))
 
