@@ -199,7 +199,7 @@ def numbers(device: str) -> Iterator[str]:
     seed, position, argmax = torch.randint(-(1 << 63), (1 << 63) - 1, (3, 300), generator=generator)
     offset = torch.randint(0, 1 << 32, (300,), generator=generator)
     for op, args in (
-        (ops.uniform, (seed, position, offset, 3)),
+        *((ops.uniform, (seed, position, offset, stream)) for stream in range(5)),
         (ops.answer, (seed, argmax, position, offset % 2 == 0)),
         (ops.probability, (seed >> 30 & offset, abs(position) >> 1)),
         (

@@ -14,7 +14,7 @@ def _uniform_kernel(
     offset_ptr,  # [R] int64
     uniform_ptr,  # out: [R] int64
     rows,  # R
-    stream,
+    STREAM: tl.constexpr,
     ROWS: tl.constexpr,  # rows of a program
 ):
     """The upper 62 of the first 64 bits of Philox4x32-10, see `dtensor_sample.random`."""
@@ -26,7 +26,7 @@ def _uniform_kernel(
     c0 = position.to(tl.uint32)
     c1 = (position >> 32).to(tl.uint32)
     c2 = tl.load(offset_ptr + row, mask=row < rows, other=0).to(tl.uint32)
-    c3 = tl.zeros_like(c2) + stream.to(tl.uint32)
+    c3 = tl.zeros_like(c2) + STREAM
     for _ in tl.static_range(10):
         m0 = tl.zeros_like(c0) + 0xD2511F53
         m1 = tl.zeros_like(c0) + 0xCD9E8D57
@@ -74,7 +74,7 @@ def uniform(seed_R: Tensor, position_R: Tensor, offset_R: Tensor, stream: int) -
             offset_R.contiguous(),
             uniform_R,
             rows,
-            stream,
+            STREAM=stream,
             ROWS=_ROWS,
         )
     return uniform_R
