@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
+    SIZES,
     clean,
     integer_weight,
     load,
@@ -23,7 +24,7 @@ _COLUMNS = 16384
 """Columns of a program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _histogram_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,

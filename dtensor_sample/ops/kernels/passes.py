@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
+    SIZES,
     clean,
     integer_sum,
     integer_weight,
@@ -39,7 +40,7 @@ CHUNK = 8
 _TILE = _WARPS * 32 * CHUNK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _peaks_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
@@ -83,7 +84,7 @@ def _peaks_kernel(
         tl.store(top_ptr + block, tops.to(top_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _peak_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
@@ -124,7 +125,7 @@ def _peak_kernel(
     tl.store(packed_ptr + tl.program_id(0).to(tl.int64) * 2 + 1, nans)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _masses_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
@@ -223,7 +224,7 @@ def _peaks(
         for step in range(fours, part_columns, LANES):
             best = _max(best, load(x, column + step, stride_v, lane + step < part_columns, UNIT))
     else:
-        for step in range(0, part_columns, LANES):
+        for step in range(0, tl.where(begin * part_columns < count, part_columns, 0), LANES):
             present = (lane + step < part_columns) & (column + step < width)
             values = load(x, column + step, stride_v, present, UNIT)
             best = _max(best, tl.where(column + step < count, values, -_INF))
@@ -272,7 +273,7 @@ def _masses(
                 values = load(x, column + full, stride_v, lane + full < part_columns, UNIT)
                 total += weight(values, peak, least, lowest, scale, "least")
         else:
-            for step in range(0, part_columns, LANES):
+            for step in range(0, tl.where(begin * part_columns < count, part_columns, 0), LANES):
                 present = (lane + step < part_columns) & (column + step < width)
                 values = load(x, column + step, stride_v, present, UNIT)
                 values = clean(values, column + step < count, TOP)

@@ -14,6 +14,7 @@ from dtensor_sample.ops.kernels.residual import (
 )
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
+    SIZES,
     clean,
     integer_weight,
     load,
@@ -30,7 +31,7 @@ _NOWHERE = tl.constexpr(0x7FFFFFFF)
 _TILE = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _aim_kernel(
     sum_ptr,  # [R, P, PARTS] int64
     uniform_ptr,  # [R] int64
@@ -53,7 +54,7 @@ def _aim_kernel(
     tl.store(point_ptr + row, tl.umulhi(uniform, total).to(tl.int64, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _pick_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
@@ -72,6 +73,7 @@ def _pick_kernel(
     ratio_ptr,
     draft_ptr,
     draft_stride_m,
+    draft_stride_s,
     draft_stride_w,
     draft_rows_ptr,
     draft_peak_ptr,
@@ -117,8 +119,8 @@ def _pick_kernel(
     scale = tl.load(scale_ptr + row)
     least, _ = row_limits(peak, tl.load(floor_ptr + row), scale)
     if RESIDUAL:
-        factor, draft, left, hot, draft_peak, draft_least, draft_scale, draft_factor = draft_row(
-            row, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_w,
+        factor, draft, left, hot, draft_peak, draft_least, _, draft_scale, draft_factor = draft_row(
+            row, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_s,
             draft_rows_ptr, draft_peak_ptr, draft_floor_ptr, draft_scale_ptr, draft_total_ptr,
             one_hot_ptr, draft_width, first_ptr, width, vocab_size,
         )  # fmt: skip
@@ -167,7 +169,7 @@ def _pick_kernel(
     tl.store(id_ptr + row, tl.where(found < _NOWHERE, token, -1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _lookup_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
@@ -264,7 +266,7 @@ def residual_pick(
     """The kernel of `ops.residual_pick`."""
     row = (x_NSv, first_id_S, rows_R, peak_R, floor_R, scale_R)
     draft = (draft_MSw, draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
-    of_draft = draft_arguments(total_R, ratio_R, *draft, one_hot_R)
+    of_draft = draft_arguments(total_R, ratio_R, *draft, one_hot_R, x_NSv.shape[2])
     return _pick(row, of_draft, start_RSC, point_R, vocab_size)
 
 

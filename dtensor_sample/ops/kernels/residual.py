@@ -10,7 +10,9 @@ from torch import Tensor
 from dtensor_sample.ops.kernels.passes import item_parts, item_place
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
+    SIZES,
     clean,
+    is_tame,
     load,
     probability_units,
     row_limits,
@@ -38,7 +40,7 @@ class DraftArguments(NamedTuple):
 
 
 NO_DRAFT = DraftArguments(
-    (None, None, None, 0, 0, None, None, None, None, None, None, 0), 0.0, True
+    (None, None, None, 0, 0, 0, None, None, None, None, None, None, 0), 0.0, True
 )
 
 
@@ -52,14 +54,19 @@ def draft_arguments(
     draft_scale_R: Tensor,
     draft_total_R: Tensor,
     one_hot_R: Tensor,
+    width: int,
 ) -> DraftArguments:
-    """The arguments of `ops.residual_mass` about the draft, as kernels take them."""
+    """The arguments of `ops.residual_mass` about the draft, as kernels take them.
+
+    `width`: columns of a segment of the target's.
+    """
     of_row = (draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R, one_hot_R)
     values = (
         total_R.contiguous(),
         ratio_R.contiguous(),
         draft_MSw,
         draft_MSw.stride(0),
+        draft_MSw.stride(2) * width,
         draft_MSw.stride(2),
         *(x_R.contiguous() for x_R in of_row),
         draft_MSw.shape[2],
@@ -69,7 +76,7 @@ def draft_arguments(
 
 @triton.jit
 def draft_row(
-    row, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_w,
+    row, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_s,
     draft_rows_ptr, draft_peak_ptr, draft_floor_ptr, draft_scale_ptr, draft_total_ptr,
     one_hot_ptr, draft_width, first_ptr, width, vocab_size,
 ):  # fmt: skip
@@ -78,22 +85,22 @@ def draft_row(
     Returns:
         The target's factor, a pointer to the draft logits beside the segment's, how many of those
         there are, the column whose token is one-hot (or any that no column has), and the draft's
-        peak, least value kept, scale and factor.
+        peak, limits (see `row_limits`), scale and factor.
     """
     total = tl.maximum(tl.load(total_ptr + row), 1).to(tl.float64)
     factor = tl.load(ratio_ptr + row).to(tl.float64) / total
     source = tl.load(draft_rows_ptr + row)
-    skipped = segment.to(tl.int64) * width
-    draft = draft_ptr + tl.maximum(source, 0) * draft_stride_m + skipped * draft_stride_w
-    left = tl.minimum(draft_width, vocab_size - tl.load(first_ptr)) - skipped
+    segment = segment.to(tl.int64)
+    draft = draft_ptr + tl.maximum(source, 0) * draft_stride_m + segment * draft_stride_s
+    left = tl.minimum(draft_width, vocab_size - tl.load(first_ptr)) - segment * width
     left = tl.where(source < 0, 0, tl.maximum(left, 0)).to(tl.int32)
     hot = tl.load(one_hot_ptr + row) - tl.load(first_ptr + segment)
     peak = tl.load(draft_peak_ptr + row)
     scale = tl.load(draft_scale_ptr + row)
-    least, _ = row_limits(peak, tl.load(draft_floor_ptr + row), scale)
+    least, lowest = row_limits(peak, tl.load(draft_floor_ptr + row), scale)
     draft_total = tl.maximum(tl.load(draft_total_ptr + row), 1).to(tl.float64)
     one = tl.full([], _ONE, tl.int64).to(tl.float64)
-    return factor, draft, left, hot, peak, least, scale, one / draft_total
+    return factor, draft, left, hot, peak, least, lowest, scale, one / draft_total
 
 
 @triton.jit
@@ -103,15 +110,17 @@ def residual(
     DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The int64 max(ratio * p - q, 0) of columns of a segment, given the target's clean values."""
-    p = probability_units(values, peak, least, scale, factor, BITS, EXACT)
+    p = probability_units(values, peak, least, 0.0, scale, factor, "exact", BITS, EXACT)
     drafted = clean(
         load(draft, column, draft_stride_w, column < left, DRAFT_UNIT), column < left, DRAFT_TOP
     )
-    q = probability_units(drafted, draft_peak, draft_least, draft_scale, draft_factor, BITS, EXACT)
+    q = probability_units(
+        drafted, draft_peak, draft_least, 0.0, draft_scale, draft_factor, "exact", BITS, EXACT
+    )
     return tl.where(column == hot, 0, tl.maximum(p - q, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _residual_mass_kernel(
     x_ptr,  # [N, S, v] the target's logits
     stride_n,
@@ -126,6 +135,7 @@ def _residual_mass_kernel(
     ratio_ptr,  # [R] int64
     draft_ptr,  # [M, 1, w] the draft's logits
     draft_stride_m,
+    draft_stride_s,  # of as many columns as a segment has
     draft_stride_w,
     draft_rows_ptr,  # [R] int64
     draft_peak_ptr,  # [R] float32
@@ -160,16 +170,37 @@ def _residual_mass_kernel(
     x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
     peak = tl.load(peak_ptr + row)
     scale = tl.load(scale_ptr + row)
-    least, _ = row_limits(peak, tl.load(floor_ptr + row), scale)
-    factor, draft, left, hot, draft_peak, draft_least, draft_scale, draft_factor = draft_row(
-        row, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_w,
+    least, lowest = row_limits(peak, tl.load(floor_ptr + row), scale)
+    (
+        factor, draft, left, hot,
+        draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
+    ) = draft_row(
+        row, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_s,
         draft_rows_ptr, draft_peak_ptr, draft_floor_ptr, draft_scale_ptr, draft_total_ptr,
         one_hot_ptr, draft_width, first_ptr, width, vocab_size,
     )  # fmt: skip
     lane = tl.arange(0, LANES)[None, :]
     column = (begin + tl.arange(0, G))[:, None] * part_columns + lane
     total = tl.zeros([G, LANES], tl.int64)
-    for step in range(0, tl.where(count > begin * part_columns, part_columns, 0), LANES):
+    # Quickly what needs no care, then the rest.
+    careful = 0
+    if EXACT:
+        end = (begin + G) * part_columns
+        tame = is_tame(peak, scale, TOP) & is_tame(draft_peak, draft_scale, DRAFT_TOP)
+        if tame & (end <= count) & (end <= left):
+            careful = part_columns // LANES * LANES
+            for step in range(0, careful, LANES):
+                values = load(x, column + step, stride_v, None, UNIT)
+                p = probability_units(
+                    values, peak, least, lowest, scale, factor, "least", BITS, EXACT
+                )
+                values = load(draft, column + step, draft_stride_w, None, DRAFT_UNIT)
+                q = probability_units(
+                    values, draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
+                    "least", BITS, EXACT,
+                )  # fmt: skip
+                total += tl.where(column + step == hot, 0, tl.maximum(p - q, 0))
+    for step in range(careful, tl.where(begin * part_columns < count, part_columns, 0), LANES):
         wanted = (lane + step < part_columns) & (column + step < count)
         values = clean(load(x, column + step, stride_v, wanted, UNIT), wanted, TOP)
         total += residual(
@@ -180,7 +211,7 @@ def _residual_mass_kernel(
     tl.store(mass_ptr + item.to(tl.int64) * G + tl.arange(0, G), tl.sum(total, 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _probability_kernel(
     weight_ptr,  # [R] int64
     total_ptr,  # [R] int64
@@ -201,7 +232,7 @@ def _probability_kernel(
     tl.store(probability_ptr + row, units, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _chain_kernel(
     target_ptr,  # [Q, K] int64
     draft_ptr,  # [Q, K] int64
@@ -249,7 +280,7 @@ def residual_mass(
     """The kernel of `ops.residual_mass`."""
     draft = draft_arguments(
         total_R, ratio_R, draft_MSw, draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R,
-        draft_total_R, one_hot_R,
+        draft_total_R, one_hot_R, x_NSv.shape[2],
     )  # fmt: skip
     (_, S, v), R = x_NSv.shape, count_rows(x_NSv, rows_R)
     mass_RSC = first_id_S.new_empty((R, S, PARTS))

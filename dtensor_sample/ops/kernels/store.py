@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_sample.ops.kernels.values import load
+from dtensor_sample.ops.kernels.values import SIZES, load
 
 _TILE = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _store_kernel(
     cache_ptr,  # out: [M, W]
     cache_stride_m,

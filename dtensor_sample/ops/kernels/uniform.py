@@ -4,10 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.kernels.values import SIZES
+
 _ROWS = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _uniform_kernel(
     seed_ptr,  # [R] int64
     position_ptr,  # [R] int64
@@ -39,7 +41,7 @@ def _uniform_kernel(
     tl.store(uniform_ptr + row, uniform.to(tl.int64), mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _answer_kernel(
     picked_ptr,  # [R] int64
     argmax_ptr,  # [R] int64

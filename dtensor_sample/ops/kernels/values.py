@@ -14,6 +14,11 @@ import triton.language as tl
 
 from dtensor_sample.ops.values import COEFFICIENTS, LOWEST_EXPONENT
 
+SIZES = (
+    "K", "blocks", "cache_width", "draft_width", "level", "parts", "requests", "rows", "segments",
+    "start_stride", "stride_v", "vocab_size", "width",
+)  # fmt: skip
+"""Arguments of kernels whose values bring no variant of the kernel's own: compiling takes long."""
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _C0, _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in COEFFICIENTS)
 _LOWEST = tl.constexpr(LOWEST_EXPONENT)
@@ -105,12 +110,18 @@ def integer_weight(x, peak, least, scale, BITS: tl.constexpr, EXACT: tl.constexp
 
 
 @triton.jit
-def probability_units(x, peak, least, scale, factor, BITS: tl.constexpr, EXACT: tl.constexpr):
-    """The int64 products of weights and a float64 factor of their row, at most 2**60, truncated."""
+def probability_units(
+    x, peak, least, lowest, scale, factor,
+    KEEP: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The int64 products of weights and a float64 factor of their row, at most 2**60, truncated.
+
+    KEEP: as in `weight`; "exact" unless EXACT.
+    """
     if EXACT:
         # The weight as a float64 in the units of `unit_sum`; the factor takes the rest.
         unit = unit_sum(x, BITS)
-        rounded = (unit + weight(x, peak, least, 0.0, scale, "exact")) - unit
+        rounded = (unit + weight(x, peak, least, lowest, scale, KEEP)) - unit
         lift = tl.full([], (1023 + 1023 - _ONE + BITS) << 52, tl.int64)
         product = rounded * (factor * lift.to(tl.float64, bitcast=True))
     else:

@@ -26,6 +26,7 @@ from dtensor_sample.ops.kernels.passes import (
 )
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
+    SIZES,
     clean,
     integer_sum,
     integer_weight,
@@ -49,7 +50,7 @@ _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Low bits of a float32 that are zeros when it comes from a shorter float."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _whole_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
