@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from dtensor_sample.exchange import Exchange
-from dtensor_sample.ops import BINS
+from dtensor_sample.ops import BINS, PARTS
 from dtensor_sample.output import RESULT_COLUMNS, VERIFIED_COLUMNS
 from dtensor_sample.params import Filters
 from dtensor_sample.threshold import LEVELS
@@ -36,7 +36,7 @@ def cost_of(
 
     With P ranks, T rows (padding included), v = ceil(V / P) columns a shard and 8-byte integers:
     `batch` sends (P-1)/P * T * v logits and its share of 3 integers a row; `replicate` (P-1) * T *
-    v logits; `vocab` no logit, but 2 + 1 integers a row to each other rank, 3 integers a row in a
+    v logits; `vocab` no logit, but 2 + 16 integers a row to each other rank, 3 integers a row in a
     ring, and for top-k and for top-p one histogram of 256 integers a row per 8 bits of the logits'
     dtype.
     """
@@ -63,7 +63,7 @@ def cost_of_verifying(
 
     As `cost_of`, with K + 5 integers a request for results. Under `vocab` also, for each of the
     requests' K places: what `cost_of` counts for a row of draft logits, unless all drafts are
-    one-hot; 2 integers in a ring, the drafted tokens' weights; and 1 to each other rank, the
+    one-hot; 2 integers in a ring, the drafted tokens' weights; and 16 to each other rank, the
     residual mass. The "standard" method needs the latter once a request.
     """
     P, places = exchange.axis.size, num_requests * K
@@ -75,7 +75,7 @@ def cost_of_verifying(
         if draft_dtype is not None:
             steps += _weigh(P, places, filters, draft_dtype)
         steps += [_all_reduce(P, places * 2)]
-        steps += [_all_gather(P, places if method == "block" else num_requests)]
+        steps += [_all_gather(P, PARTS * (places if method == "block" else num_requests))]
     results = num_requests * (K + 1 + VERIFIED_COLUMNS)
     return _sum(received, [*steps, _settle(exchange, results)])
 
@@ -100,7 +100,7 @@ def _place(
 def _weigh(P: int, rows: int, filters: Filters, dtype: torch.dtype) -> list[Step]:
     """Peaks, histograms and masses of rows whose vocabulary is sharded."""
     histograms = [_all_reduce(P, rows * BINS)] * LEVELS[dtype] * (filters.top_k + filters.top_p)
-    return [_all_gather(P, rows * 2), *histograms, _all_gather(P, rows)]
+    return [_all_gather(P, rows * 2), *histograms, _all_gather(P, rows * PARTS)]
 
 
 def _settle(exchange: Exchange, integers: int) -> Step:

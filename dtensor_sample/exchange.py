@@ -92,6 +92,11 @@ class Exchange(ABC):
     axis: Axis
     name: ClassVar[str]
 
+    @property
+    def whole(self) -> bool:
+        """Whether this rank has all columns of the rows that it samples."""
+        return True
+
     @abstractmethod
     def place(self, local_Tv: Tensor, rows_P: list[int], width: int | None) -> Logits:
         """This rank's view of all logits.
@@ -154,6 +159,10 @@ class VocabExchange(Exchange):
 
     name = "vocab"
 
+    @property
+    def whole(self) -> bool:
+        return self.axis.size == 1
+
     def place(self, local_Tv: Tensor, rows_P: list[int], width: int | None) -> Logits:
         if width is None:
             width = -(-local_Tv.shape[1] // self.axis.size)
@@ -204,6 +213,9 @@ def _segmented(by_rank_PRv: Tensor) -> Logits:
 def _whole(x_RV: Tensor) -> Logits:
     return Logits(x_RV[:, None], torch.zeros(1, dtype=torch.int64, device=x_RV.device))
 
+
+HERE = ReplicateExchange(Axis("", 1, 0))
+"""Of rows that are whole where they are: exchanges nothing."""
 
 _BY_NAME = {kind.name: kind for kind in (BatchExchange, VocabExchange, ReplicateExchange)}
 

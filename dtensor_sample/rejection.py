@@ -67,7 +67,7 @@ class Places(NamedTuple):
         return (*p.args, p.total_R, self.ratio_G, *draft, self.one_hot_G)
 
     def spare(self, where: Exchange, V: int) -> Tensor:
-        """[G, all segments] int64: the residual mass."""
+        """[G, P, PARTS] int64: the residual mass of each part of the vocabulary."""
         return where.segments(ops.residual_mass(*self.args, V))
 
     def at(self, index_Q: Tensor, wanted_Q: Tensor) -> "Places":
@@ -102,8 +102,8 @@ def verify(
     if method == "block":
         joint_QK = ops.chain(p_QK, q_QK)
         places = places._replace(ratio_G=pad(joint_QK[:, :-1], (1, 0), value=ONE).flatten())
-        spare_GP = places.spare(where, V)
-        accepted_Q = _longest_prefix(joint_QK, spare_GP.sum(1).view(Q, K), coin_QK, limit_Q)
+        spare_GPC = places.spare(where, V)
+        accepted_Q = _longest_prefix(joint_QK, spare_GPC.sum((1, 2)).view(Q, K), coin_QK, limit_Q)
     else:
         accepted_Q = torch.minimum(_leading(scaled(coin_QK, q_QK) < p_QK), limit_Q)
     agreeing_Q = torch.minimum(_leading(token_QK == p.argmax_R[row_QJ[:, :-1]]), limit_Q)
@@ -115,20 +115,16 @@ def verify(
     refused_Q = accepted_Q < limit_Q
     recover_Q = refused_Q & ~greedy_Q
     refused = places.at(place_Q, recover_Q)
-    spare_QP = spare_GP[place_Q] if method == "block" else refused.spare(where, V)
-    recover_Q &= spare_QP.sum(1) > 0
+    spare_QPC = spare_GPC[place_Q] if method == "block" else refused.spare(where, V)
+    recover_Q &= spare_QPC.sum((1, 2)) > 0
     whole = p.at(end_Q, ~recover_Q & ~greedy_Q)
     place_args = (seed_Q, start_Q + accepted_Q, torch.zeros_like(start_Q))
     uniform_Q = torch.where(
         refused_Q, ops.uniform(*place_args, RECOVERY), ops.uniform(*place_args, TARGET)
     )
-    drawn_Q = ops.pick(*whole.args, whole.starts(where), scaled(uniform_Q, whole.total_R), V)
-    recovered_Q = ops.residual_pick(
-        *refused.args,
-        where.own_segments(spare_QP.cumsum(1) - spare_QP),
-        scaled(uniform_Q, spare_QP.sum(1)),
-        V,
-    )
+    drawn_Q = ops.pick(*whole.args, *whole.aim(uniform_Q, where), V)
+    start_QPC, point_Q = ops.aim(spare_QPC, uniform_Q)
+    recovered_Q = ops.residual_pick(*refused.args, where.own_segments(start_QPC), point_Q, V)
     token_Q = torch.where(recover_Q, recovered_Q, drawn_Q)
     token_Q = torch.where(greedy_Q, p.argmax_R[end_Q], token_Q)
 

@@ -8,7 +8,7 @@ from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.plan import ShardPlan
-from dtensor_sample.random import TARGET, scaled
+from dtensor_sample.random import TARGET
 from dtensor_sample.state import SamplingState
 from dtensor_sample.weigh import weigh
 
@@ -18,9 +18,9 @@ def draw(
 ) -> Tensor:
     """[R, 3] int64: token id (-1: none is left, or it lies on another rank), NaN logits, failed."""
     row = weigh(logits, params, filters, where, V)
-    picked_R = ops.pick(*row.args, row.starts(where), scaled(uniform_R, row.total_R), V)
-    token_R = torch.where(params.greedy, row.argmax_R, picked_R)
-    return torch.stack([token_R, row.nans_R, (row.argmax_R < 0).to(torch.int64)], 1)
+    picked_R = ops.pick(*row.args, *row.aim(uniform_R, where), V)
+    drawn_R3: Tensor = ops.answer(picked_R, row.argmax_R, row.nans_R, params.greedy)
+    return drawn_R3
 
 
 class Sampler:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dtensor_sample import ops
 from dtensor_sample.exchange import Exchange, Logits
-from dtensor_sample.params import TOP_P_ONE, Filters, RowParams
+from dtensor_sample.params import TOP_P_ONE, Filters
 
 LEVELS = {torch.float32: 4, torch.float16: 3, torch.bfloat16: 2}
 """Digits that can differ: the float32 of a 16-bit float ends in zeros."""
@@ -23,31 +23,36 @@ LEVELS = {torch.float32: 4, torch.float16: 3, torch.bfloat16: 2}
 def threshold(
     logits: Logits,
     peak_R: Tensor,
-    params: RowParams,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
     filters: Filters,
     exchange: Exchange,
     vocab_size: int,
 ) -> Tensor:
-    """The value at or above which each row's tokens are kept: [R] float32, -inf when unfiltered.
+    """The value at or above which each row's tokens are kept: [R] float32.
 
     Args:
         logits: R rows.
         peak_R: [R] float32, each row's largest value.
-        params: of each row.
+        floor_R: [R] float32, the threshold so far: min-p's.
+        scale_R: [R] float32, log2(e) / temperature.
+        top_k_R: [R] int64, >= 1.
+        top_p_R: [R] int64, fixed point of 31 bits.
         filters: which of top-k and top-p any row uses; replicated host data.
         exchange: where segments are.
         vocab_size: V.
     """
-    floor_R = peak_R + params.min_p
 
     def select(target_of: Callable[[Tensor], Tensor], *, weighted: bool) -> Tensor:
         """The largest value such that tokens at or above it amount to the target."""
         levels = LEVELS[logits.x_NSv.dtype]
-        prefix_R = torch.zeros_like(params.seed)
+        prefix_R = torch.zeros_like(top_k_R)
         target_R, above_R = prefix_R, prefix_R
         for level in range(levels):
             bins_RB = ops.histogram(
-                *logits, peak_R, floor_R, params.scale, prefix_R, vocab_size, level, weighted
+                *logits, peak_R, floor_R, scale_R, prefix_R, vocab_size, level, weighted
             )
             from_here_RB = exchange.total(bins_RB).flip(1).cumsum(1).flip(1)
             if level == 0:
@@ -60,11 +65,13 @@ def threshold(
         return ops.key_value(prefix_R, levels * ops.DIGIT_BITS)
 
     if filters.top_k:
-        kth_R = select(lambda count_R: torch.minimum(count_R, params.top_k), weighted=False)
-        floor_R = torch.maximum(floor_R, kth_R)
+        kth_R = select(lambda count_R: torch.minimum(count_R, top_k_R), weighted=False)
+        filtered_R = (top_k_R < vocab_size) & (peak_R > -torch.inf)
+        floor_R = torch.where(filtered_R, torch.maximum(floor_R, kth_R), floor_R)
     if filters.top_p:
-        nucleus_R = select(lambda mass_R: _fraction(mass_R, params.top_p), weighted=True)
-        floor_R = torch.where(params.top_p < TOP_P_ONE, nucleus_R, floor_R)
+        nucleus_R = select(lambda mass_R: _fraction(mass_R, top_p_R), weighted=True)
+        filtered_R = (top_p_R < TOP_P_ONE) & (peak_R > -torch.inf)
+        floor_R = torch.where(filtered_R, torch.maximum(floor_R, nucleus_R), floor_R)
     return floor_R
 
 

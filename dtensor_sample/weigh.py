@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dtensor_sample import ops
-from dtensor_sample.exchange import Exchange, Logits
+from dtensor_sample.exchange import HERE, Exchange, Logits
 from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.threshold import threshold
 
@@ -27,8 +27,8 @@ class Weighed(NamedTuple):
     """float32, the value at or above which tokens are kept."""
     scale_R: Tensor
     """float32, log2(e) / temperature."""
-    mass_RP: Tensor
-    """int64, the weight of each segment of the whole vocabulary, wherever segments lie."""
+    mass_RPC: Tensor
+    """int64, the weight of each part of the whole vocabulary, wherever its segments lie."""
     argmax_R: Tensor
     """int64, the lowest id of the largest value; -1 where a row has no token."""
     nans_R: Tensor
@@ -42,11 +42,12 @@ class Weighed(NamedTuple):
     @property
     def total_R(self) -> Tensor:
         """int64, the weight of each row: at most 2**62, 0 where it has no token."""
-        return self.mass_RP.sum(1)
+        return self.mass_RPC.sum((1, 2))
 
-    def starts(self, where: Exchange) -> Tensor:
-        """[R, S] int64: the weight of everything before each of this rank's segments."""
-        return where.own_segments(self.mass_RP.cumsum(1) - self.mass_RP)
+    def aim(self, uniform_R: Tensor, where: Exchange) -> tuple[Tensor, Tensor]:
+        """Where this rank's parts begin in each row's running sum, and the point to look for."""
+        start_RPC, point_R = ops.aim(self.mass_RPC, uniform_R)
+        return where.own_segments(start_RPC), point_R
 
     def at(self, index_Q: Tensor, wanted_Q: Tensor) -> "Weighed":
         """Row `index` for each of Q where it is wanted, a row without tokens elsewhere."""
@@ -68,9 +69,89 @@ def weigh(
         where: the exchange that placed the logits.
         vocab_size: V.
     """
+    shape = (params.scale, params.min_p, params.top_k, params.top_p)
+    if where.whole:
+        found = whole(*logits, *shape, *filters, vocab_size)
+    else:
+        found = _stages(logits, *shape, filters, where, vocab_size)
+    peak_R, floor_R, mass_RPC, argmax_R, nans_R = found
+    return Weighed(logits, peak_R, floor_R, params.scale, mass_RPC, argmax_R, nans_R)
+
+
+def _stages(
+    logits: Logits,
+    scale_R: Tensor,
+    min_p_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    filters: Filters,
+    where: Exchange,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `Weighed` holds of rows, one small exchange after another."""
     peaks_RP, nans_RP = where.segments(ops.peak(*logits, vocab_size)).unbind(2)
     peak_R, argmax_R = ops.unpack_peak(peaks_RP.amax(1))
-    floor_R = threshold(logits, peak_R, params, filters, where, vocab_size)
-    mass_RS = ops.mass(*logits, peak_R, floor_R, params.scale, vocab_size)
-    mass_RP = where.segments(mass_RS)
-    return Weighed(logits, peak_R, floor_R, params.scale, mass_RP, argmax_R, nans_RP.sum(1))
+    floor_R = peak_R + min_p_R
+    if any(filters):
+        wanted = (scale_R, top_k_R, top_p_R)
+        floor_R = threshold(logits, peak_R, floor_R, *wanted, filters, where, vocab_size)
+    mass_RPC = where.segments(ops.mass(*logits, peak_R, floor_R, scale_R, vocab_size))
+    return peak_R, floor_R, mass_RPC, argmax_R, nans_RP.sum(1)
+
+
+@torch.library.custom_op("dtensor_sample::weigh", mutates_args=())
+def whole(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    scale_R: Tensor,
+    min_p_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    filter_top_k: bool,
+    filter_top_p: bool,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """All stages at once, for rows whose whole vocabulary is here.
+
+    Args:
+        x_NSv: [N, S, v] logits, see `Logits`.
+        first_id_S: [S] int64.
+        rows_R: [R] int64 or None.
+        scale_R: [R] float32, see `RowParams`.
+        min_p_R: [R] float32.
+        top_k_R: [R] int64.
+        top_p_R: [R] int64.
+        filter_top_k: whether any row uses it, see `Filters`.
+        filter_top_p: likewise.
+        vocab_size: V.
+
+    Returns:
+        [R] float32 peaks and floors, [R, S, PARTS] int64 masses, [R] int64 argmaxes and NaN counts,
+        see `Weighed`.
+    """
+    filters, logits = Filters(filter_top_k, filter_top_p), Logits(x_NSv, first_id_S, rows_R)
+    shape = (scale_R, min_p_R, top_k_R, top_p_R)
+    return _stages(logits, *shape, filters, HERE, vocab_size)
+
+
+@whole.register_fake
+def _(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    scale_R: Tensor,
+    min_p_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    filter_top_k: bool,
+    filter_top_p: bool,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    mass_RSC = first_id_S.new_empty((scale_R.shape[0], x_NSv.shape[1], ops.PARTS))
+    peak_R, floor_R = torch.empty_like(scale_R), torch.empty_like(scale_R)
+    argmax_R, nans_R = torch.empty_like(top_k_R), torch.empty_like(top_k_R)
+    return peak_R, floor_R, mass_RSC, argmax_R, nans_R
+
+
+ops.use_kernel(whole)

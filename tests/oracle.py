@@ -74,15 +74,19 @@ def clean(logits: np.ndarray, vocab_size: int, largest: float) -> tuple[np.ndarr
 
 
 def scaled(values: np.ndarray, temperature: float) -> np.ndarray:
-    """Y = (x - max x) * log2(e) / T with the roundings of float32: the weight of x is 2^(S + y)."""
+    """Y = (x - max x) * log2(e) / T: the weight of x is 2^(S + y).
+
+    Float32 rounds the difference, which stays finite, and the factor; their product is exact.
+    """
     factor = np.float32(math.log2(math.e) / temperature)
     with np.errstate(over="ignore"):
-        return (values - values.max()) * factor
+        below = np.maximum(values - values.max(), -np.finfo(np.float32).max)
+    return below.astype(np.float64) * factor.astype(np.float64)
 
 
 def float64_weights(values: np.ndarray, temperature: float) -> np.ndarray:
-    """Weights 2^(S + y), rounded to integers, of the float32 exponents y."""
-    y = scaled(values, temperature).astype(np.float64)
+    """Weights 2^(S + y), rounded to integers."""
+    y = scaled(values, temperature)
     return np.floor(np.exp2(y + weight_bits(len(values))) + 0.5).astype(np.int64)
 
 

@@ -84,7 +84,7 @@ def ops_on_dtensors(mesh, dtype: torch.dtype) -> list[str]:
     floor = peak - torch.rand(rows, generator=generator).to(device) * 3
     scale = torch.full((rows,), 1.7, device=device)
     mass = ops.mass(x, first, None, peak, floor, scale, vocab_size)
-    start, point = mass.cumsum(1) - mass, mass.sum(1) // 3
+    start, point = ops.aim(mass, torch.full((rows,), 1 << 61, device=device))
     prefix = torch.zeros(rows, dtype=torch.int64, device=device)
     arguments = {
         "peak": (ops.peak, (x, first, None, vocab_size)),

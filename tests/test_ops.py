@@ -17,19 +17,23 @@ def arguments() -> dict[str, tuple[object, ...]]:
     row = (x_NSv, torch.arange(3) * 4, rows_R, peak_R, peak_R - 9, torch.ones(4))
     draft = (x_NSv, zero_R - 1, peak_R, peak_R, peak_R, zero_R)
     residual = (*row, zero_R + (1 << 50), zero_R + ops.ONE, *draft, zero_R)
-    start_RS = torch.zeros(4, 3, dtype=torch.int64)
+    start_RSC = torch.zeros(4, 3, ops.PARTS, dtype=torch.int64)
+    shape = (torch.ones(4), peak_R - 9, zero_R + 3, zero_R + (1 << 30))
     ones_QK = torch.ones(4, 2, dtype=torch.int64)
     return {
         "peak": (*row[:3], V),
         "histogram": (*row, zero_R, V, 0, True),
         "mass": (*row, V),
-        "pick": (*row, start_RS, zero_R, V),
+        "weigh": (*row[:3], *shape, True, True, V),
+        "aim": (start_RSC.movedim(0, 1).contiguous().movedim(1, 0), zero_R + 5),
+        "answer": (zero_R, zero_R, zero_R, zero_R == 0),
+        "pick": (*row, start_RSC, zero_R, V),
         "lookup": (*row, zero_R, V),
         "uniform": (zero_R, zero_R, zero_R, 0),
         "probability": (zero_R + 1, zero_R + 7),
         "chain": (ones_QK, ones_QK),
         "residual_mass": (*residual, V),
-        "residual_pick": (*residual, start_RS, zero_R, V),
+        "residual_pick": (*residual, start_RSC, zero_R, V),
         "store": (torch.zeros(4, V).bfloat16(), rows_R, x_NSv),
     }
 

@@ -1,8 +1,12 @@
 """Custom ops: the arithmetic that decides, opaque to tracing and able to run on DTensors."""
 
+from dtensor_sample.ops.aim import aim
+from dtensor_sample.ops.answer import answer
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
+from dtensor_sample.ops.kernels import use_kernel
 from dtensor_sample.ops.lookup import lookup
 from dtensor_sample.ops.mass import mass
+from dtensor_sample.ops.parts import PARTS
 from dtensor_sample.ops.peak import peak, unpack_peak
 from dtensor_sample.ops.pick import pick
 from dtensor_sample.ops.residual import (
@@ -20,6 +24,9 @@ __all__ = [
     "BINS",
     "DIGIT_BITS",
     "ONE",
+    "PARTS",
+    "aim",
+    "answer",
     "chain",
     "histogram",
     "key_value",
@@ -33,4 +40,22 @@ __all__ = [
     "store",
     "uniform",
     "unpack_peak",
+    "use_kernel",
 ]
+
+for _op in (
+    aim,
+    answer,
+    chain,
+    histogram,
+    lookup,
+    mass,
+    peak,
+    pick,
+    probability,
+    residual_mass,
+    residual_pick,
+    store,
+    uniform,
+):
+    use_kernel(_op)

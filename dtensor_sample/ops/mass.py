@@ -1,8 +1,9 @@
-"""The sum of the integer weights of each row and segment's kept tokens."""
+"""The sums of the integer weights of each row's kept tokens, part by part."""
 
 import torch
 from torch import Tensor
 
+from dtensor_sample.ops.parts import PARTS, part_sums
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import count_rows, values, weights
 
@@ -17,17 +18,17 @@ def mass(
     scale_R: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    """Total integer weight of each row and segment.
+    """Total integer weight of each row and part of a segment.
 
     Args:
         x_NSv, first_id_S, rows_R, vocab_size: see `values`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
 
     Returns:
-        [R, S] int64; a row's segments sum to at most 2**62.
+        [R, S, PARTS] int64; a row's parts sum to at most 2**62.
     """
     value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
-    return weights(value_RSv, peak_R, floor_R, scale_R, vocab_size).sum(2)
+    return part_sums(weights(value_RSv, peak_R, floor_R, scale_R, vocab_size))
 
 
 @mass.register_fake
@@ -40,7 +41,8 @@ def _(
     scale_R: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    return x_NSv.new_empty((count_rows(x_NSv, rows_R), x_NSv.shape[1]), dtype=torch.int64)
+    shape = (count_rows(x_NSv, rows_R), x_NSv.shape[1], PARTS)
+    return x_NSv.new_empty(shape, dtype=torch.int64)
 
 
 shard_like(torch.ops.dtensor_sample.mass.default, "row_segment", "logits segment - row row row -")

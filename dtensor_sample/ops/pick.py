@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dtensor_sample.ops.parts import first_beyond
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import count_rows, token_ids, values, weights
 
@@ -15,7 +16,7 @@ def pick(
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
-    start_RS: Tensor,
+    start_RSC: Tensor,
     point_R: Tensor,
     vocab_size: int,
 ) -> Tensor:
@@ -24,7 +25,7 @@ def pick(
     Args:
         x_NSv, first_id_S, rows_R, vocab_size: see `values`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
-        start_RS: [R, S] int64, the mass of all segments before each.
+        start_RSC: [R, S, PARTS] int64, the mass of everything before each part, see `aim`.
         point_R: [R] int64, 0 <= point < the row's mass.
 
     Returns:
@@ -34,16 +35,7 @@ def pick(
     """
     value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
     weight_RSv = weights(value_RSv, peak_R, floor_R, scale_R, vocab_size)
-    return first_beyond(weight_RSv, start_RS, point_R, token_ids(x_NSv, first_id_S))
-
-
-def first_beyond(amount_RSv: Tensor, start_RS: Tensor, point_R: Tensor, id_Sv: Tensor) -> Tensor:
-    """[R] int64: the lowest id whose running sum exceeds the point, -1 if none of these does."""
-    point_R11, start_RS1 = point_R[:, None, None], start_RS[:, :, None]
-    hit_RSv = (amount_RSv.cumsum(2) + start_RS1 > point_R11) & (start_RS1 <= point_R11)
-    nowhere = torch.iinfo(torch.int64).max
-    id_R = torch.where(hit_RSv, id_Sv, nowhere).amin((1, 2))
-    return torch.where(id_R == nowhere, -1, id_R)
+    return first_beyond(weight_RSv, start_RSC, point_R, token_ids(x_NSv, first_id_S))
 
 
 @pick.register_fake
@@ -54,7 +46,7 @@ def _(
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
-    start_RS: Tensor,
+    start_RSC: Tensor,
     point_R: Tensor,
     vocab_size: int,
 ) -> Tensor:

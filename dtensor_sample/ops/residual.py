@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dtensor_sample.ops.pick import first_beyond
+from dtensor_sample.ops.parts import PARTS, first_beyond, part_sums
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import count_rows, token_ids, values, weights
 
@@ -74,24 +74,25 @@ def residual_mass(
     one_hot_R: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    """The sum of max(ratio * p - q, 0) over each row and segment.
+    """The sum of max(ratio * p - q, 0) over each row and part of a segment.
 
     Args:
         x_NSv, first_id_S, rows_R, vocab_size: the target's logits, see `values`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
         total_R: [R] int64, the target's mass over the whole vocabulary.
         ratio_R: [R] int64 in [0, 2**60], units of 2**-60.
-        draft_MSw: [M, S', w] the draft's logits; their ids count from the same first id.
+        draft_MSw: [M, 1, w] the draft's logits; their ids count from the same first id, without a
+            gap, as those of the target's segments then do.
         draft_rows_R: [R] int64, rows of those; -1: q is 0 but for `one_hot`.
         draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R: as the target's.
         one_hot_R: [R] int64, an id of which q is 1; -1 for none.
 
     Returns:
-        [R, S] int64 in units of 2**-60.
+        [R, S, PARTS] int64 in units of 2**-60.
     """
     target = (x_NSv, first_id_S, rows_R, peak_R, floor_R, scale_R, total_R, ratio_R)
     draft = (draft_MSw, draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
-    return _residuals(*target, *draft, one_hot_R, vocab_size).sum(2)
+    return part_sums(_residuals(*target, *draft, one_hot_R, vocab_size))
 
 
 @residual_mass.register_fake
@@ -113,7 +114,8 @@ def _(
     one_hot_R: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    return x_NSv.new_empty((count_rows(x_NSv, rows_R), x_NSv.shape[1]), dtype=torch.int64)
+    shape = (count_rows(x_NSv, rows_R), x_NSv.shape[1], PARTS)
+    return x_NSv.new_empty(shape, dtype=torch.int64)
 
 
 @torch.library.custom_op("dtensor_sample::residual_pick", mutates_args=())
@@ -133,7 +135,7 @@ def residual_pick(
     draft_scale_R: Tensor,
     draft_total_R: Tensor,
     one_hot_R: Tensor,
-    start_RS: Tensor,
+    start_RSC: Tensor,
     point_R: Tensor,
     vocab_size: int,
 ) -> Tensor:
@@ -141,7 +143,7 @@ def residual_pick(
 
     Args:
         x_NSv to one_hot_R, vocab_size: see `residual_mass`.
-        start_RS: [R, S] int64, the residual of all segments before each.
+        start_RSC: [R, S, PARTS] int64, the residual of everything before each part, see `aim`.
         point_R: [R] int64, 0 <= point < the row's residual.
 
     Returns:
@@ -150,7 +152,7 @@ def residual_pick(
     target = (x_NSv, first_id_S, rows_R, peak_R, floor_R, scale_R, total_R, ratio_R)
     draft = (draft_MSw, draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
     residual_RSv = _residuals(*target, *draft, one_hot_R, vocab_size)
-    return first_beyond(residual_RSv, start_RS, point_R, token_ids(x_NSv, first_id_S))
+    return first_beyond(residual_RSv, start_RSC, point_R, token_ids(x_NSv, first_id_S))
 
 
 @residual_pick.register_fake
@@ -170,7 +172,7 @@ def _(
     draft_scale_R: Tensor,
     draft_total_R: Tensor,
     one_hot_R: Tensor,
-    start_RS: Tensor,
+    start_RSC: Tensor,
     point_R: Tensor,
     vocab_size: int,
 ) -> Tensor:

@@ -21,12 +21,15 @@ _PLACEMENTS: dict[str, tuple[Placement | None, Placement | None, Placement | Non
 }
 
 
-def shard_like(op: OpOverload, output: str, inputs: str) -> None:
-    """Register `op` for DTensors: what its output and, in order, its arguments are by name."""
+def shard_like(op: OpOverload, outputs: str, inputs: str) -> None:
+    """Register `op` for DTensors: what its outputs and its arguments are, in order, by name."""
 
     @register_sharding(op)  # type: ignore[untyped-decorator]
     def _(*_args: object) -> list[tuple[list[Placement | None], list[Placement | None]]]:
         return [
-            ([_PLACEMENTS[output][layout]], [_PLACEMENTS[kind][layout] for kind in inputs.split()])
+            (
+                [_PLACEMENTS[kind][layout] for kind in outputs.split()],
+                [_PLACEMENTS[kind][layout] for kind in inputs.split()],
+            )
             for layout in range(3)
         ]

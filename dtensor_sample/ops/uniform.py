@@ -30,7 +30,7 @@ def uniform(seed_R: Tensor, position_R: Tensor, offset_R: Tensor, stream: int) -
 
 @uniform.register_fake
 def _(seed_R: Tensor, position_R: Tensor, offset_R: Tensor, stream: int) -> Tensor:
-    return torch.empty_like(seed_R)
+    return seed_R.new_empty(seed_R.shape)
 
 
 shard_like(torch.ops.dtensor_sample.uniform.default, "row", "row row row -")

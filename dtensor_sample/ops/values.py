@@ -1,23 +1,29 @@
 """What a logit is worth: its value, whether it is kept, and its integer weight. Plain torch.
 
-Every float operation that precedes a decision is in this file, and runs only inside the custom ops
-of this package, so tracing never computes it in another way. Weights are integers: they add up to
-the same sum in any order, over any blocks and shards, which is what makes every layout agree.
+Every float operation that precedes a decision is in this file (and, for GPUs, in its counterpart
+`kernels/values.py`), and runs only inside the custom ops of this package, so tracing never computes
+it in another way. Weights are integers: they add up to the same sum in any order, over any blocks
+and shards, which is what makes every layout agree.
 
-The exponential is an integer too. `2**y` for `y <= 0` is split as `2**n * 2**f` with 25 fraction
-bits; a polynomial of degree 6 with 31-bit coefficients gives `2**f` to 3.1e-9, and it takes one
-float32 subtraction and one float32 multiplication to get there. Plain float32 `exp` was rejected:
-vector body and tail, eager and compiled code, CPU and GPU differ in its last bits.
+The exponential uses nothing but float32 operations that IEEE 754 rounds in one way, fused
+multiply-adds among them, so CPUs and GPUs agree on it. An exponent y, the difference to the largest
+logit times log2(e) / temperature, is split without loss into the nearest integer n and a fraction
+f, which is then rounded; 2**f comes from a polynomial within 1.6e-7, monotone, and 1 at 0.
+
+Rejected (H200, torch 2.11, 2026-11-29; sums of weights of 256 x 129280 bf16 logits, 16 us to read
+them): an integer polynomial of degree 6 with 31-bit coefficients, error 3e-9, took 55 us, since the
+high word of a product is a quarter-rate instruction; fused multiply-adds 29 us; the GPU's own
+approximate `exp2` 23 us, but no CPU knows its bits. Float32 `exp` on CPUs differs between vector
+body and tail, and between eager and compiled code.
 """
 
 import torch
 from torch import Tensor
 
-FRACTION_BITS = 25
-COEFFICIENTS = (2147483648, 1488521918, 515888952, 119151309, 20783485, 2671658, 466326)
-"""2**f on [0, 1), constant term first, times 2**31."""
-LOWEST_EXPONENT = -62.0
-"""Below it a weight rounds to 0 for every vocabulary size."""
+COEFFICIENTS = (1.0, 0.69314702, 0.24022232, 0.05550685, 0.00967197, 0.00132777)
+"""Of 2**f on [-1/2, 1/2], constant term first; as float32."""
+LOWEST_EXPONENT = -64.0
+"""A token with a smaller exponent weighs nothing, whatever the vocabulary size."""
 
 
 def weight_bits(vocab_size: int) -> int:
@@ -77,21 +83,41 @@ def weights(
         scale_R: float32, log2(e) / temperature.
         vocab_size: V, fixes S.
     """
-    exponent_RSv = (value_RSv - peak_R[:, None, None]) * scale_R[:, None, None]
-    kept_RSv = (
-        (value_RSv >= floor_R[:, None, None])
-        & (value_RSv > -torch.inf)
-        & (exponent_RSv >= LOWEST_EXPONENT)
-    )
-    fixed_RSv = torch.where(kept_RSv, exponent_RSv, 0.0).mul(1 << FRACTION_BITS).to(torch.int64)
-    fraction_RSv = (fixed_RSv & (1 << FRACTION_BITS) - 1) << 31 - FRACTION_BITS
-    power_RSv = torch.full_like(fixed_RSv, COEFFICIENTS[-1])
-    for coefficient in COEFFICIENTS[-2::-1]:
-        power_RSv = power_RSv.mul_(fraction_RSv).bitwise_right_shift_(31).add_(coefficient)
-    shift_RSv = -(fixed_RSv >> FRACTION_BITS)
-    half_RSv = (torch.ones_like(shift_RSv) << shift_RSv) >> 1
-    weight_RSv = ((power_RSv << weight_bits(vocab_size) - 31) + half_RSv) >> shift_RSv
-    return torch.where(kept_RSv, weight_RSv, 0)
+    below_RSv = (value_RSv - peak_R[:, None, None]).clamp(min=-torch.finfo(torch.float32).max)
+    exponent_RSv = below_RSv.double() * scale_R[:, None, None]
+    kept_RSv = (value_RSv >= floor_R[:, None, None]) & (value_RSv > -torch.inf)
+    kept_RSv &= exponent_RSv >= LOWEST_EXPONENT
+    exponent_RSv = torch.where(kept_RSv, exponent_RSv, LOWEST_EXPONENT)
+    whole_RSv = exponent_RSv.round()
+    power_RSv = _power((exponent_RSv - whole_RSv).float()).double()
+    shift_RSv = whole_RSv.to(torch.int64) + weight_bits(vocab_size)
+    factor_RSv = (shift_RSv + 1023 << 52).view(torch.float64)
+    return (power_RSv * factor_RSv + 0.5).to(torch.int64)
+
+
+def _power(fraction: Tensor) -> Tensor:
+    """2**fraction in float32 by fused multiply-adds."""
+    coefficients = torch.tensor(COEFFICIENTS, dtype=torch.float32).tolist()
+    power = torch.full_like(fraction, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        power = _fused_multiply_add(power, fraction, coefficient)
+    return power
+
+
+def _fused_multiply_add(a: Tensor, b: Tensor, c: float) -> Tensor:
+    """Float32 a * b + c > 0 rounded once, for |a * b| <= c.
+
+    Float64 holds the product exactly. The sum may have to be rounded to float64 and then again to
+    float32, which goes wrong where the first rounding ends halfway between two float32: there the
+    error of the first decides.
+    """
+    product = a.double() * b.double()
+    total = product + c
+    halfway = (total.view(torch.int64) & (1 << 29) - 1) == 1 << 28
+    if halfway.any():
+        error = product - (total - c)
+        total = (total.view(torch.int64) + error.sign().to(torch.int64) * halfway).view(total.dtype)
+    return total.float()
 
 
 def ordered_keys(value: Tensor) -> Tensor:

@@ -1,0 +1,31 @@
+"""What a drawn row reports."""
+
+import torch
+from torch import Tensor
+
+from dtensor_sample.ops.sharding import shard_like
+
+
+@torch.library.custom_op("dtensor_sample::answer", mutates_args=())
+def answer(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor) -> Tensor:
+    """Put together what each row's draw found.
+
+    Args:
+        picked_R: [R] int64, the token that a uniform number pointed at; -1 if it is not here.
+        argmax_R: [R] int64, the lowest id of the largest value; -1 where a row has no token.
+        nans_R: [R] int64, NaN logits.
+        greedy_R: [R] bool, rows that take the largest value.
+
+    Returns:
+        [R, 3] int64: the token, the NaN logits, and 1 where no token was left.
+    """
+    token_R = torch.where(greedy_R, argmax_R, picked_R)
+    return torch.stack([token_R, nans_R, (argmax_R < 0).to(torch.int64)], 1)
+
+
+@answer.register_fake
+def _(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor) -> Tensor:
+    return picked_R.new_empty((picked_R.shape[0], 3))
+
+
+shard_like(torch.ops.dtensor_sample.answer.default, "row", "row row row row")

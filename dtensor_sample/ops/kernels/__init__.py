@@ -1,0 +1,45 @@
+"""Triton kernels of the ops, and the one place where they are chosen: for tensors on CUDA devices.
+
+The Python function of each op is the readable twin of its kernel, equal to it bit for bit: the CPU
+path, the oracle of the tests, and what runs on a GPU without Triton.
+"""
+
+import importlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+_MODULES = {
+    "aim": "pick",
+    "answer": "uniform",
+    "chain": "residual",
+    "histogram": "histogram",
+    "lookup": "pick",
+    "mass": "passes",
+    "peak": "passes",
+    "pick": "pick",
+    "probability": "residual",
+    "residual_mass": "residual",
+    "residual_pick": "pick",
+    "store": "store",
+    "uniform": "uniform",
+    "weigh": "whole",
+}
+"""In which module of this package the kernel of each op is, under the op's name."""
+
+
+def use_kernel(op: CustomOpDef) -> None:
+    """Run an op by its kernel where there is a GPU for it."""
+    if torch.version.cuda is not None and find_spec("triton") is not None:
+        op.register_kernel("cuda")(kernel_of(op))
+
+
+def kernel_of(op: CustomOpDef) -> Callable[..., Any]:
+    """What launches the kernel of an op."""
+    name = op._qualname.rpartition("::")[2]
+    module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    kernel: Callable[..., Any] = getattr(module, name)
+    return kernel

@@ -1,0 +1,337 @@
+"""What the target has and the draft has not, in one reading of both rows' logits."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dtensor_sample.ops.kernels.passes import item_parts, item_place
+from dtensor_sample.ops.kernels.values import (
+    EXACT_BITS,
+    SIZES,
+    clean,
+    is_tame,
+    load,
+    probability_units,
+    row_limits,
+    segment_count,
+    source_row,
+)
+from dtensor_sample.ops.parts import PARTS, part_width
+from dtensor_sample.ops.values import count_rows, weight_bits
+
+_ONE = tl.constexpr(1 << 60)
+_WARPS = 4
+_TILE = _WARPS * 32 * 8
+_ROWS = 128
+
+
+class DraftArguments(NamedTuple):
+    """What kernels are told about drafts."""
+
+    values: tuple[Any, ...]
+    """Pointers, strides and width, as in `_residual_mass_kernel`."""
+    top: float
+    """The largest finite value of the draft logits' dtype."""
+    unit: bool
+    """Whether neighbouring columns lie side by side."""
+
+
+NO_DRAFT = DraftArguments(
+    (None, None, None, 0, 0, 0, None, None, None, None, None, None, 0), 0.0, True
+)
+
+
+def draft_arguments(
+    total_R: Tensor,
+    ratio_R: Tensor,
+    draft_MSw: Tensor,
+    draft_rows_R: Tensor,
+    draft_peak_R: Tensor,
+    draft_floor_R: Tensor,
+    draft_scale_R: Tensor,
+    draft_total_R: Tensor,
+    one_hot_R: Tensor,
+    width: int,
+) -> DraftArguments:
+    """The arguments of `ops.residual_mass` about the draft, as kernels take them.
+
+    `width`: columns of a segment of the target's.
+    """
+    of_row = (draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R, one_hot_R)
+    values = (
+        total_R.contiguous(),
+        ratio_R.contiguous(),
+        draft_MSw,
+        draft_MSw.stride(0),
+        draft_MSw.stride(2) * width,
+        draft_MSw.stride(2),
+        *(x_R.contiguous() for x_R in of_row),
+        draft_MSw.shape[2],
+    )
+    return DraftArguments(values, torch.finfo(draft_MSw.dtype).max, draft_MSw.stride(2) == 1)
+
+
+@triton.jit
+def draft_row(
+    row, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_s,
+    draft_rows_ptr, draft_peak_ptr, draft_floor_ptr, draft_scale_ptr, draft_total_ptr,
+    one_hot_ptr, draft_width, first_ptr, width, vocab_size,
+):  # fmt: skip
+    """What `residual` wants to know about a segment of a row.
+
+    Returns:
+        The target's factor, a pointer to the draft logits beside the segment's, how many of those
+        there are, the column whose token is one-hot (or any that no column has), and the draft's
+        peak, limits (see `row_limits`), scale and factor.
+    """
+    total = tl.maximum(tl.load(total_ptr + row), 1).to(tl.float64)
+    factor = tl.load(ratio_ptr + row).to(tl.float64) / total
+    source = tl.load(draft_rows_ptr + row)
+    segment = segment.to(tl.int64)
+    draft = draft_ptr + tl.maximum(source, 0) * draft_stride_m + segment * draft_stride_s
+    left = tl.minimum(draft_width, vocab_size - tl.load(first_ptr)) - segment * width
+    left = tl.where(source < 0, 0, tl.maximum(left, 0)).to(tl.int32)
+    hot = tl.load(one_hot_ptr + row) - tl.load(first_ptr + segment)
+    peak = tl.load(draft_peak_ptr + row)
+    scale = tl.load(draft_scale_ptr + row)
+    least, lowest = row_limits(peak, tl.load(draft_floor_ptr + row), scale)
+    draft_total = tl.maximum(tl.load(draft_total_ptr + row), 1).to(tl.float64)
+    one = tl.full([], _ONE, tl.int64).to(tl.float64)
+    return factor, draft, left, hot, peak, least, lowest, scale, one / draft_total
+
+
+@triton.jit
+def residual(
+    values, column, peak, least, scale, factor, draft, draft_stride_w, left, hot,
+    draft_peak, draft_least, draft_scale, draft_factor,
+    DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The int64 max(ratio * p - q, 0) of columns of a segment, given the target's clean values."""
+    p = probability_units(values, peak, least, 0.0, scale, factor, "exact", BITS, EXACT)
+    drafted = clean(
+        load(draft, column, draft_stride_w, column < left, DRAFT_UNIT), column < left, DRAFT_TOP
+    )
+    q = probability_units(
+        drafted, draft_peak, draft_least, 0.0, draft_scale, draft_factor, "exact", BITS, EXACT
+    )
+    return tl.where(column == hot, 0, tl.maximum(p - q, 0))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _residual_mass_kernel(
+    x_ptr,  # [N, S, v] the target's logits
+    stride_n,
+    stride_s,
+    stride_v,
+    first_ptr,  # [S] int64
+    rows_ptr,  # [R] int64, or unused
+    peak_ptr,  # [R] float32
+    floor_ptr,  # [R] float32
+    scale_ptr,  # [R] float32
+    total_ptr,  # [R] int64
+    ratio_ptr,  # [R] int64
+    draft_ptr,  # [M, 1, w] the draft's logits
+    draft_stride_m,
+    draft_stride_s,  # of as many columns as a segment has
+    draft_stride_w,
+    draft_rows_ptr,  # [R] int64
+    draft_peak_ptr,  # [R] float32
+    draft_floor_ptr,  # [R] float32
+    draft_scale_ptr,  # [R] float32
+    draft_total_ptr,  # [R] int64
+    one_hot_ptr,  # [R] int64
+    draft_width,  # w
+    mass_ptr,  # out: [R, S, PARTS] int64
+    segments,  # S
+    width,  # v
+    part_columns,  # columns of a part
+    vocab_size,
+    TOP: tl.constexpr,  # largest finite value of the logits' dtype
+    UNIT: tl.constexpr,  # stride_v is 1
+    HAS_ROWS: tl.constexpr,
+    DRAFT_TOP: tl.constexpr,
+    DRAFT_UNIT: tl.constexpr,
+    BITS: tl.constexpr,  # S of `weight_bits`
+    EXACT: tl.constexpr,  # whether BITS allows exact float64 sums
+    G: tl.constexpr,  # parts of a program
+    LANES: tl.constexpr,  # columns of each that are read at once
+):
+    """Sums of residuals over parts.
+
+    Example: p [1/2, 1/2], q [1, 0] and ratio 1: the part weighs 2**59.
+    """
+    item = tl.program_id(0)
+    row, segment, begin = item_place(item, segments, G)
+    source = source_row(rows_ptr, row, HAS_ROWS)
+    count = segment_count(first_ptr, segment, source, width, vocab_size)
+    x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
+    peak = tl.load(peak_ptr + row)
+    scale = tl.load(scale_ptr + row)
+    least, lowest = row_limits(peak, tl.load(floor_ptr + row), scale)
+    (
+        factor, draft, left, hot,
+        draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
+    ) = draft_row(
+        row, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_s,
+        draft_rows_ptr, draft_peak_ptr, draft_floor_ptr, draft_scale_ptr, draft_total_ptr,
+        one_hot_ptr, draft_width, first_ptr, width, vocab_size,
+    )  # fmt: skip
+    lane = tl.arange(0, LANES)[None, :]
+    column = (begin + tl.arange(0, G))[:, None] * part_columns + lane
+    total = tl.zeros([G, LANES], tl.int64)
+    # Quickly what needs no care, then the rest.
+    careful = 0
+    if EXACT:
+        end = (begin + G) * part_columns
+        tame = is_tame(peak, scale, TOP) & is_tame(draft_peak, draft_scale, DRAFT_TOP)
+        if tame & (end <= count) & (end <= left):
+            careful = part_columns // LANES * LANES
+            for step in range(0, careful, LANES):
+                values = load(x, column + step, stride_v, None, UNIT)
+                p = probability_units(
+                    values, peak, least, lowest, scale, factor, "least", BITS, EXACT
+                )
+                values = load(draft, column + step, draft_stride_w, None, DRAFT_UNIT)
+                q = probability_units(
+                    values, draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
+                    "least", BITS, EXACT,
+                )  # fmt: skip
+                total += tl.where(column + step == hot, 0, tl.maximum(p - q, 0))
+    for step in range(careful, tl.where(begin * part_columns < count, part_columns, 0), LANES):
+        wanted = (lane + step < part_columns) & (column + step < count)
+        values = clean(load(x, column + step, stride_v, wanted, UNIT), wanted, TOP)
+        total += residual(
+            values, column + step, peak, least, scale, factor, draft, draft_stride_w, left, hot,
+            draft_peak, draft_least, draft_scale, draft_factor,
+            DRAFT_TOP, DRAFT_UNIT, BITS, EXACT,
+        )  # fmt: skip
+    tl.store(mass_ptr + item.to(tl.int64) * G + tl.arange(0, G), tl.sum(total, 1))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _probability_kernel(
+    weight_ptr,  # [R] int64
+    total_ptr,  # [R] int64
+    probability_ptr,  # out: [R] int64
+    rows,  # R
+    ROWS: tl.constexpr,  # rows of a program
+):
+    """Weight / total in units of 2**-60, at least 1 where there is a weight.
+
+    Example: 3 of 4 are 3 * 2**58.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    weights = tl.load(weight_ptr + row, mask=row < rows, other=0)
+    total = tl.maximum(tl.load(total_ptr + row, mask=row < rows, other=1), 1)
+    one = tl.full([], _ONE, tl.int64).to(tl.float64)
+    units = tl.minimum(weights.to(tl.float64) * (one / total.to(tl.float64)), one).to(tl.int64)
+    units = tl.maximum(units, (weights > 0).to(tl.int64))
+    tl.store(probability_ptr + row, units, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _chain_kernel(
+    target_ptr,  # [Q, K] int64
+    draft_ptr,  # [Q, K] int64
+    ratio_ptr,  # out: [Q, K] int64
+    requests,  # Q
+    K,
+    ROWS: tl.constexpr,  # requests of a program
+):
+    """Joint ratios, one draft after another; in units of 2**-60.
+
+    Example: p [1/2, 1], q [1, 1/4]: the ratios are 1/2 and, since 2 is more than 1, 1.
+    """
+    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = request < requests
+    units = tl.full([ROWS], _ONE, tl.int64).to(tl.float64)
+    one = tl.full([ROWS], 1, tl.int64).to(tl.float64)
+    ratio = one
+    for step in range(K):
+        at = request.to(tl.int64) * K + step
+        p = tl.load(target_ptr + at, mask=exists, other=0).to(tl.float64)
+        q = tl.load(draft_ptr + at, mask=exists, other=1).to(tl.float64)
+        joint = ratio * p
+        ratio = tl.where(joint > 0, tl.minimum(joint / q, one), 0)
+        tl.store(ratio_ptr + at, (ratio * units).to(tl.int64), mask=exists)
+
+
+def residual_mass(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    total_R: Tensor,
+    ratio_R: Tensor,
+    draft_MSw: Tensor,
+    draft_rows_R: Tensor,
+    draft_peak_R: Tensor,
+    draft_floor_R: Tensor,
+    draft_scale_R: Tensor,
+    draft_total_R: Tensor,
+    one_hot_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    """The kernel of `ops.residual_mass`."""
+    draft = draft_arguments(
+        total_R, ratio_R, draft_MSw, draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R,
+        draft_total_R, one_hot_R, x_NSv.shape[2],
+    )  # fmt: skip
+    (_, S, v), R = x_NSv.shape, count_rows(x_NSv, rows_R)
+    mass_RSC = first_id_S.new_empty((R, S, PARTS))
+    bits, G = weight_bits(vocab_size), item_parts(R, S, v)
+    if R > 0:
+        _residual_mass_kernel[(R * S * (PARTS // G),)](
+            x_NSv,
+            *x_NSv.stride(),
+            first_id_S,
+            rows_R,
+            peak_R.contiguous(),
+            floor_R.contiguous(),
+            scale_R.contiguous(),
+            *draft.values,
+            mass_RSC,
+            S,
+            v,
+            part_width(v),
+            vocab_size,
+            TOP=torch.finfo(x_NSv.dtype).max,
+            UNIT=x_NSv.stride(2) == 1,
+            HAS_ROWS=rows_R is not None,
+            DRAFT_TOP=draft.top,
+            DRAFT_UNIT=draft.unit,
+            BITS=bits,
+            EXACT=bits <= EXACT_BITS,
+            G=G,
+            LANES=_TILE // G,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )
+    return mass_RSC
+
+
+def probability(weight_R: Tensor, total_R: Tensor) -> Tensor:
+    """The kernel of `ops.probability`."""
+    probability_R = torch.empty_like(weight_R, memory_format=torch.contiguous_format)
+    rows = weight_R.numel()
+    if rows > 0:
+        _probability_kernel[(triton.cdiv(rows, _ROWS),)](
+            weight_R.contiguous(), total_R.contiguous(), probability_R, rows, ROWS=_ROWS
+        )
+    return probability_R
+
+
+def chain(target_QK: Tensor, draft_QK: Tensor) -> Tensor:
+    """The kernel of `ops.chain`."""
+    ratio_QK = torch.empty_like(target_QK, memory_format=torch.contiguous_format)
+    (Q, K), rows = target_QK.shape, 32
+    if Q > 0:
+        _chain_kernel[(triton.cdiv(Q, rows),)](
+            target_QK.contiguous(), draft_QK.contiguous(), ratio_QK, Q, K, ROWS=rows, num_warps=1
+        )
+    return ratio_QK

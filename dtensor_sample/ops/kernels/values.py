@@ -1,0 +1,192 @@
+"""What `ops/values.py` computes, as device functions: the same operations, hence the same bits.
+
+A weight is handed on as a float64 in units in which adding it to `unit_sum` rounds it to the
+nearest integer, half up: the sum's bits then are those of `unit_sum` plus the integer. So one
+float64 addition rounds a weight and adds it to an integer sum, where 64-bit shifts and additions
+would take ten integer instructions. The lowest bit of a weight is always set, below all bits that
+it has, so that no half is left to round to even.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+from dtensor_sample.ops.values import COEFFICIENTS, LOWEST_EXPONENT
+
+SIZES = (
+    "K", "blocks", "cache_width", "draft_width", "level", "parts", "requests", "rows", "segments",
+    "start_stride", "stride_v", "vocab_size", "width",
+)  # fmt: skip
+"""Arguments of kernels whose values bring no variant of the kernel's own: compiling takes long."""
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+_C0, _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in COEFFICIENTS)
+_LOWEST = tl.constexpr(LOWEST_EXPONENT)
+_INF = tl.constexpr(float("inf"))
+_LARGEST_FLOAT32 = tl.constexpr(3.4028234663852886e38)
+_SMALL_SCALE = tl.constexpr(1e-36)
+_NEAREST = tl.constexpr(1.5 * 2**23)
+"""A sum with it is rounded to the nearest integer, which its low bits then hold."""
+_ONE = tl.constexpr(127)
+"""The float64 exponent field of a weight of 2**S."""
+EXACT_BITS = 50
+"""Up to this S, sums of `unit_sum` and weights are exact; vocabularies up to 2048 exceed it."""
+
+
+@triton.jit
+def fused_multiply_add(a, b, c):
+    """A * b + c in float32, rounded once."""
+    c = tl.zeros_like(a) + c
+    if _INTERPRETED:  # the interpreter's tl.fma rounds twice; see `_fused_multiply_add` of the twin
+        product = a.to(tl.float64) * b.to(tl.float64)
+        total = product + c.to(tl.float64)
+        error = product - (total - c.to(tl.float64))
+        bits = total.to(tl.int64, bitcast=True)
+        up = tl.where(error > 0, 1, tl.where(error < 0, -1, 0))
+        bits += tl.where((bits & 0x1FFFFFFF) == 0x10000000, up, 0)
+        rounded = bits.to(tl.float64, bitcast=True).to(tl.float32)
+    else:
+        rounded = tl.fma(a, b, c)
+    return rounded
+
+
+@triton.jit
+def unit_sum(like, BITS: tl.constexpr):
+    """A float64 for each of `like` to which weights are added: 2**52 units."""
+    bits = tl.full(like.shape, (_ONE - BITS + 52) << 52, tl.int64)
+    return bits.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def integer_sum(total, BITS: tl.constexpr):
+    """The integer that was added to `unit_sum`."""
+    return total.to(tl.int64, bitcast=True) - ((_ONE - BITS + 52) << 52)
+
+
+@triton.jit
+def weight(x, peak, least, lowest, scale, KEEP: tl.constexpr):
+    """2**((x - peak) * scale) as a float64 to add to `unit_sum`; almost 0 where not kept.
+
+    Args:
+        x: float32 values, or NaN, which is never kept.
+        peak, least, lowest, scale: of the row, see `row_limits`.
+        KEEP: "any" keeps all that weighs anything; "least" of it what is >= least. Both need a row
+            that is tame, see `is_tame`. "exact" does what "least" does, for every row.
+    """
+    below = x - peak
+    if KEEP == "any":
+        below = tl.maximum(below, lowest)  # of NaN, too, the latter
+    elif KEEP == "least":
+        below = tl.where(x >= least, below, lowest)
+    else:
+        below = tl.maximum(below, -_LARGEST_FLOAT32)
+        kept = (x >= least) & (below * scale >= _LOWEST)
+        below = tl.where(kept, below, 0.0)
+    whole = fused_multiply_add(below, scale, _NEAREST)
+    fraction = fused_multiply_add(below, scale, _NEAREST - whole)
+    power = fused_multiply_add(tl.zeros_like(fraction) + _C5, fraction, _C4)
+    power = fused_multiply_add(power, fraction, _C3)
+    power = fused_multiply_add(power, fraction, _C2)
+    power = fused_multiply_add(power, fraction, _C1)
+    power = fused_multiply_add(power, fraction, _C0)
+    bits = power.to(tl.uint32, bitcast=True)
+    high = (bits >> 3) + (whole.to(tl.uint32, bitcast=True) << 20)
+    if KEEP == "exact":
+        high = tl.where(kept, high, 0)
+    low = (bits << 29) | 1
+    return ((high.to(tl.uint64) << 32) | low.to(tl.uint64)).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def integer_weight(x, peak, least, scale, BITS: tl.constexpr, EXACT: tl.constexpr):
+    """The int64 weight of each x, of any row."""
+    units = weight(x, peak, least, 0.0, scale, "exact")
+    if EXACT:
+        rounded = integer_sum(unit_sum(x, BITS) + units, BITS)
+    else:
+        bits = (units.to(tl.int64, bitcast=True) & -2) + ((1023 + BITS - _ONE) << 52)
+        rounded = (bits.to(tl.float64, bitcast=True) + 0.5).to(tl.int64)
+    return rounded
+
+
+@triton.jit
+def probability_units(
+    x, peak, least, lowest, scale, factor,
+    KEEP: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The int64 products of weights and a float64 factor of their row, at most 2**60, truncated.
+
+    KEEP: as in `weight`; "exact" unless EXACT.
+    """
+    if EXACT:
+        # The weight as a float64 in the units of `unit_sum`; the factor takes the rest.
+        unit = unit_sum(x, BITS)
+        rounded = (unit + weight(x, peak, least, lowest, scale, KEEP)) - unit
+        lift = tl.full([], (1023 + 1023 - _ONE + BITS) << 52, tl.int64)
+        product = rounded * (factor * lift.to(tl.float64, bitcast=True))
+    else:
+        product = integer_weight(x, peak, least, scale, BITS, EXACT).to(tl.float64) * factor
+    one = tl.full([], 1 << 60, tl.int64)
+    return tl.minimum(product, one.to(tl.float64)).to(tl.int64)
+
+
+@triton.jit
+def row_limits(peak, floor, scale):
+    """The least value kept, and the lowest difference to the peak that need be told apart.
+
+    What is below `floor`, -inf, or weighs nothing is below `least` or makes `weight` 0. In a tame
+    row, what lies lower than `lowest` below the peak weighs nothing.
+    """
+    lowest = _LOWEST / tl.maximum(scale, _SMALL_SCALE)
+    least = tl.maximum(floor, tl.where(scale > _SMALL_SCALE, peak + lowest, -_INF))
+    return tl.maximum(least, -_LARGEST_FLOAT32), lowest
+
+
+@triton.jit
+def is_tame(peak, scale, TOP: tl.constexpr):
+    """Whether a row has no logit of +inf and no exponent of it overflows."""
+    return (peak < TOP) & (scale > _SMALL_SCALE)
+
+
+@triton.jit
+def load(pointer, column, stride, present, UNIT: tl.constexpr):
+    """Float32 values of a block of columns of one segment, as they are; -inf where not present.
+
+    Args:
+        pointer: to column 0.
+        column: int32.
+        stride: between columns; 1 if UNIT.
+        present: mask of what may be read, or None for all.
+        UNIT: whether the stride is 1.
+    """
+    if not UNIT:
+        column = column.to(tl.int64) * stride
+    if present is None:
+        x = tl.load(pointer + column)
+    else:
+        x = tl.load(pointer + column, mask=present, other=-_INF)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def clean(x, wanted, TOP: tl.constexpr):
+    """Values as they count: -inf where not wanted, +inf as the largest finite one. NaN stays."""
+    x = tl.where(wanted, x, -_INF)
+    return tl.where(x > TOP, TOP, x)
+
+
+@triton.jit
+def source_row(rows_ptr, row, HAS_ROWS: tl.constexpr):
+    """Where a row lies among the logits; -1: it has no tokens."""
+    if HAS_ROWS:
+        source = tl.load(rows_ptr + row)
+    else:
+        source = row.to(tl.int64)
+    return source
+
+
+@triton.jit
+def segment_count(first_ptr, segment, source, width, vocab_size):
+    """Columns of a segment that are ids of the vocabulary; none in a row without tokens."""
+    left = tl.minimum(tl.maximum(vocab_size - tl.load(first_ptr + segment), 0), width)
+    return tl.where(source < 0, 0, left).to(tl.int32)

@@ -1,0 +1,232 @@
+"""Kernels against their twins, bit for bit: on a GPU, or on a CPU in Triton's interpreter.
+
+As a script it runs cases, "quick" or "all", in the interpreter and prints what differs. The
+interpreter must be chosen before Triton is imported, hence a process of its own: test_kernels.py.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dtensor_sample import ops, weigh
+from dtensor_sample.ops.kernels import kernel_of
+
+TOP_K_OFF, TOP_P_OFF = 1 << 62, 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Rows of S segments of v columns, V of S * v ids of the vocabulary."""
+
+    kinds: tuple[str, ...]
+    """What kind of row each is: see `row`."""
+    S: int
+    v: int
+    V: int
+    dtype: torch.dtype
+    layout: str = "plain"
+    """plain, buffer ([S, N, v] seen as [N, S, v]), wide (rows padded) or strided (columns)."""
+    chosen: tuple[int, ...] | None = None
+    """Rows to read; -1 for a row without tokens."""
+
+    def logits(self, device: str) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        """x_NSv, first_id_S, rows_R, vocab_size."""
+        generator = torch.Generator().manual_seed(len(self.kinds) * self.v)
+        flat = torch.stack([row(kind, self.S * self.v, generator) for kind in self.kinds])
+        x_NSv = flat.to(self.dtype).unflatten(1, (self.S, self.v)).to(device)
+        match self.layout:
+            case "buffer":
+                x_NSv = x_NSv.transpose(0, 1).contiguous().transpose(0, 1)
+            case "wide":
+                x_NSv = torch.nn.functional.pad(x_NSv, (0, 16))[:, :, : self.v]
+            case "strided":
+                x_NSv = x_NSv.movedim(2, 0).contiguous().movedim(0, 2)
+        first_id_S = torch.arange(self.S, device=device) * self.v
+        rows_R = (
+            None
+            if self.chosen is None
+            else torch.tensor(self.chosen, dtype=torch.int64, device=device)
+        )
+        return x_NSv, first_id_S, rows_R, self.V
+
+
+def row(kind: str, size: int, generator: torch.Generator) -> Tensor:
+    """Logits of one row."""
+    x = torch.randn(size, generator=generator)
+    match kind:
+        case "peaked":
+            x = x * 1.2
+            ids = torch.randperm(size, generator=generator)[:200]
+            x[ids] += torch.linspace(14, 4, len(ids))
+        case "clustered":
+            x[: size // 4] += 5
+        case "tied":
+            x = (x * 2).clamp(max=3).round()
+        case "flat":
+            x = torch.full_like(x, -5.0)
+        case "nan":
+            x[torch.rand(size, generator=generator) < 0.01] = torch.nan
+        case "infinite":
+            x[torch.randint(0, size, (3,), generator=generator)] = torch.inf
+        case "masked":
+            x[torch.rand(size, generator=generator) < 0.95] = -torch.inf
+        case "one":
+            x[:] = -torch.inf
+            x[size // 2] = 1.5
+        case "dead":
+            x[:] = -torch.inf
+            x[::3] = torch.nan
+        case "huge":
+            x *= 6e4 / x.abs().max()
+        case "far apart":
+            x[::2] = -3e38
+            x[1::2] = 3e38
+    return x
+
+
+KINDS = (
+    "gauss", "peaked", "clustered", "tied", "flat", "nan", "infinite", "masked", "one", "dead",
+    "huge", "far apart",
+)  # fmt: skip
+
+
+def params(R: int, V: int, *, top_k: bool, top_p: bool, seed: int = 0) -> tuple[Tensor, ...]:
+    """scale, min_p, top_k, top_p of R rows: each filter on in most rows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(off: float) -> Tensor:
+        return torch.rand(R, generator=generator) < off
+
+    temperature = torch.rand(R, generator=generator) * 2 + 0.05
+    temperature[len(KINDS) - 1 :] = 1e38  # for logits as far apart as they can be
+    min_p = temperature * torch.rand(R, generator=generator).log()
+    k = torch.randint(1, min(V, 300) + 2, (R,), generator=generator)
+    p = (torch.rand(R, generator=generator) * (1 << 31)).long()
+    return (
+        math.log2(math.e) / temperature,
+        torch.where(drawn(0.6), -torch.inf, min_p),
+        torch.where(drawn(0.2) | ~torch.tensor(top_k), TOP_K_OFF, k),
+        torch.where(drawn(0.2) | ~torch.tensor(top_p), TOP_P_OFF, p),
+    )
+
+
+def mismatches(case: Case, device: str) -> Iterator[str]:
+    """Names of the results in which a kernel differs from its twin, which runs on the CPU."""
+
+    def compare(name: str, op, *args) -> list[Tensor]:
+        wanted = op(*(a.cpu() if isinstance(a, Tensor) else a for a in args))
+        got = (op if device == "cuda" else kernel_of(op))(*args)
+        results = [got] if isinstance(got, Tensor) else list(got)
+        pairs = zip(results, [wanted] if isinstance(wanted, Tensor) else wanted, strict=True)
+        different.extend(name for g, w in pairs if not torch.equal(g.cpu(), w))
+        return results
+
+    different: list[str] = []
+    x_NSv, first_id_S, rows_R, V = case.logits(device)
+    logits = (x_NSv, first_id_S, rows_R)
+    R = len(case.kinds if case.chosen is None else case.chosen)
+    uniform_R = torch.randint(0, 1 << 62, (R,), generator=torch.Generator().manual_seed(0))
+    uniform_R = uniform_R.to(device)
+    compare("peak", ops.peak, *logits, V)
+    for filters in ((False, False), (True, True), (True, False), (False, True)):
+        shape = [p.to(device) for p in params(R, V, top_k=filters[0], top_p=filters[1])]
+        named = f"weigh {filters}"
+        peak_R, floor_R, mass_RSC, *_ = compare(named, weigh.whole, *logits, *shape, *filters, V)
+        row_args = (*logits, peak_R, floor_R, shape[0])
+        compare("mass", ops.mass, *row_args, V)
+        start_RSC, point_R = compare("aim", ops.aim, mass_RSC, uniform_R)
+        token_R = compare("pick", ops.pick, *row_args, start_RSC, point_R, V)[0]
+        compare("lookup", ops.lookup, *row_args, token_R, V)
+    prefix_R = torch.zeros_like(uniform_R)
+    for weighted in (False, True):
+        compare("histogram", ops.histogram, *row_args, prefix_R, V, 0, weighted)
+    # A draft that is much like the target, with some rows one-hot or without tokens.
+    generator = torch.Generator().manual_seed(1)
+    draft_MSw = case.logits("cpu")[0].float().flatten(1)[:, None, :V].roll(-1, 0)
+    draft_MSw = (draft_MSw + torch.randn(draft_MSw.shape, generator=generator)).half().to(device)
+    draft_rows_R = torch.arange(R, device=device) % max(len(draft_MSw), 1)
+    draft_rows_R[R // 2 : R // 2 + 2] = -1
+    draft = (draft_MSw, first_id_S[:1], draft_rows_R)
+    draft_peak_R, draft_floor_R, draft_mass_RSC, *_ = weigh.whole(*draft, *shape, *filters, V)
+    draft_total_R = draft_mass_RSC.sum((1, 2))
+    one_hot_R = torch.where(draft_rows_R < 0, token_R, -1)
+    ratio_R = torch.randint(0, ops.ONE + 1, (R,), generator=generator).to(device)
+    ratio_R[: R // 2] = ops.ONE
+    residual_args = (
+        *row_args, mass_RSC.sum((1, 2)), ratio_R, draft_MSw, draft_rows_R, draft_peak_R,
+        draft_floor_R, shape[0], draft_total_R, one_hot_R,
+    )  # fmt: skip
+    spare_RSC = compare("residual_mass", ops.residual_mass, *residual_args, V)[0]
+    aimed = ops.aim(spare_RSC, uniform_R)
+    compare("residual_pick", ops.residual_pick, *residual_args, *aimed, V)
+    # One shard of the vocabulary: its parts of a wider row.
+    last = (x_NSv[:, -1:], first_id_S[-1:], rows_R)
+    compare("shard's peak", ops.peak, *last, V)
+    compare("shard's mass", ops.mass, *last, peak_R, floor_R, shape[0], V)
+    compare("shard's pick", ops.pick, *last, *row_args[3:], start_RSC[:, -1:], point_R, V)
+    yield from (f"{name} in {case}" for name in different)
+
+
+SMALL = Case(kinds=KINDS, S=1, v=4099, V=4099, dtype=torch.bfloat16)
+QUICK = (replace(SMALL, kinds=("nan",), S=2, v=300, V=599, dtype=torch.float32),)
+CASES = (
+    SMALL,
+    replace(SMALL, kinds=KINDS[2:6], S=3, v=1600, V=4700, dtype=torch.float32, layout="buffer"),
+    replace(
+        SMALL,
+        kinds=KINDS[:8],
+        v=2500,
+        V=2500,
+        dtype=torch.float16,
+        layout="wide",
+        chosen=(3, -1, 0),
+    ),
+    replace(SMALL, kinds=KINDS[:2], v=2100, V=2099, dtype=torch.float32, layout="strided"),
+    replace(SMALL, kinds=KINDS[3:5], S=2, v=60, V=111, dtype=torch.float32),
+    replace(SMALL, kinds=("gauss", "dead"), S=2, v=1, V=1),
+    replace(SMALL, kinds=("gauss",), S=2, v=3, V=6, chosen=()),
+)
+"""For the interpreter: every layout and dtype, vocabularies below and above 2048."""
+
+
+def numbers(device: str) -> Iterator[str]:
+    """Names of ops on a few numbers a row whose results differ."""
+    generator = torch.Generator().manual_seed(0)
+    seed, position, argmax = torch.randint(-(1 << 63), (1 << 63) - 1, (3, 300), generator=generator)
+    offset = torch.randint(0, 1 << 32, (300,), generator=generator)
+    for op, args in (
+        *((ops.uniform, (seed, position, offset, stream)) for stream in range(5)),
+        (ops.answer, (seed, argmax, position, offset % 2 == 0)),
+        (ops.probability, (seed >> 30 & offset, abs(position) >> 1)),
+        (
+            ops.chain,
+            (
+                abs(argmax).view(60, 5) >> 4,
+                abs(position).view(60, 5) % 3 * (argmax.view(60, 5) >> 5).abs(),
+            ),
+        ),
+    ):
+        run = op if device == "cuda" else kernel_of(op)
+        got = run(*(a.to(device) if isinstance(a, Tensor) else a for a in args))
+        if not torch.equal(got.cpu(), op(*args)):
+            yield op._qualname
+    x_RSv = torch.randn(4, 3, 50, generator=generator).bfloat16().transpose(1, 2)
+    cache_MW, rows_R = torch.zeros(5, 141).bfloat16().to(device), torch.tensor([3, -1, 0, 4])
+    run = ops.store if device == "cuda" else kernel_of(ops.store)
+    run(cache_MW, rows_R.to(device), x_RSv.to(device))
+    wanted_MW = torch.zeros(5, 141).bfloat16()
+    ops.store(wanted_MW, rows_R, x_RSv)
+    if not torch.equal(cache_MW.cpu(), wanted_MW):
+        yield "store"
+
+
+if __name__ == "__main__":
+    for case in {"quick": QUICK, "all": CASES}[sys.argv[1]]:
+        for difference in mismatches(case, "cpu"):
+            print(difference)
+    for difference in numbers("cpu"):
+        print(difference)

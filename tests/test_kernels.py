@@ -1,0 +1,95 @@
+"""The Triton kernels against their twins in plain torch: equal bits, wherever they run."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from dtensor_sample import ops, weigh
+from tests.kernel_cases import KINDS, SMALL, mismatches, numbers, params
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found 0")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cases", ["quick", pytest.param("all", marks=pytest.mark.slow)])
+def test_kernels_in_the_interpreter(cases):
+    """Catches a kernel that rounds, counts or cuts off otherwise than its twin, without a GPU."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.kernel_cases", cases],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+REAL = replace(SMALL, v=129280, V=129280)
+REAL_CASES = (
+    REAL,
+    replace(REAL, dtype=torch.float32, layout="wide", V=129000),
+    replace(REAL, S=2, v=64640, V=129279, layout="buffer", chosen=(0, 1, -1, 5, 3, 2)),
+    replace(REAL, S=8, v=16032, V=128256, dtype=torch.float16, layout="buffer"),
+    replace(REAL, v=32000, V=32000),
+    replace(REAL, v=50257, V=50257),
+    replace(REAL, kinds=KINDS[:3], v=262144, V=262144),
+)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", REAL_CASES, ids=str)
+def test_kernels_on_a_gpu(case):
+    """Catches what only a compiler does: contraction, approximate functions, races."""
+    assert list(mismatches(case, "cuda")) == []
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_numbers_on_a_gpu():
+    assert list(numbers("cuda")) == []
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_rows_beyond_2_31_logits():
+    """Catches 32-bit offsets: the last rows of 2.2 billion logits as if they were alone."""
+    N, V = 14200, 151936
+    x_NSv = torch.empty(N, 1, V, dtype=torch.bfloat16, device="cuda")
+    tail = torch.randn(8, 1, V, device="cuda").bfloat16()
+    x_NSv[-8:] = tail
+    first_id_S = torch.zeros(1, dtype=torch.int64, device="cuda")
+    rows_R = torch.arange(N - 8, N, device="cuda")
+    for filters in ((False, False), (True, True)):
+        shape = [p.cuda() for p in params(8, V, top_k=True, top_p=True)]
+        far = weigh.whole(x_NSv, first_id_S, rows_R, *shape, *filters, V)
+        near = weigh.whole(tail, first_id_S, None, *shape, *filters, V)
+        assert all(map(torch.equal, far, near))
+        aimed = ops.aim(near[2], torch.arange(8, device="cuda") << 58)
+        row_args = (near[0], near[1], shape[0], *aimed, V)
+        far_ids = ops.pick(x_NSv, first_id_S, rows_R, *row_args)
+        assert torch.equal(far_ids, ops.pick(tail, first_id_S, None, *row_args))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("filters", [(False, False), (True, True)])
+def test_memory_beyond_the_logits(filters):
+    """Catches a copy of the logits, a mask or a sort: at most 4 KiB a row are taken."""
+    R, V = 512, 129280
+    x_NSv = torch.randn(R, 1, V, device="cuda").bfloat16()
+    first_id_S = torch.zeros(1, dtype=torch.int64, device="cuda")
+    shape = [p.cuda() for p in params(R, V, top_k=True, top_p=True)]
+    weigh.whole(x_NSv, first_id_S, None, *shape, *filters, V)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    weigh.whole(x_NSv, first_id_S, None, *shape, *filters, V)
+    assert torch.cuda.max_memory_allocated() - before <= 4096 * R + (4 << 20)
