@@ -44,6 +44,8 @@ _INF = tl.constexpr(float("inf"))
 _TOP_P_ONE = tl.constexpr(1 << 31)
 _FEW = tl.constexpr(64)
 """Blocks that top-p tries to do with before it reads all."""
+_MARGIN = tl.constexpr(0.15)
+"""How far, in binary exponents, a sample of a row may mislead about its nucleus."""
 _WARPS = 16
 _TILE = _WARPS * 32 * CHUNK
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -78,6 +80,8 @@ def _whole_kernel(
     vocab_size,
     TOP: tl.constexpr,  # largest finite value of the logits' dtype
     UNIT: tl.constexpr,  # stride_v is 1
+    ALIGNED: tl.constexpr,  # width divides by CHUNK
+    PACKED: tl.constexpr,  # counts of tokens of a row fit 21 bits
     HAS_ROWS: tl.constexpr,
     TOP_K: tl.constexpr,  # whether any row uses top-k
     TOP_P: tl.constexpr,  # whether any row uses top-p
@@ -118,13 +122,18 @@ def _whole_kernel(
                 have, _, _ = _amounts(
                     x, listed, few, least, least, least, peak, least, 0.0, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    False, TOP, UNIT, BITS, EXACT, BLOCKS, CHUNK, STEPS, TILE,
+                    False, 1, PACKED, TOP, UNIT, ALIGNED, BITS, EXACT, BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
+                low = _rank(least, SHIFT)
+                target = tl.minimum(have, top_k)
+                beyond = tl.zeros([], tl.int64)
+                r1, r2 = _expect(low, have, highest, beyond, target, SHIFT)
                 rank = _search(
-                    x, listed, few, _rank(least, SHIFT), highest, have, tl.zeros([], tl.int64),
-                    tl.minimum(have, top_k), peak, least, 0.0, scale,
+                    x, listed, few, low, highest, have, beyond, target, r1, r2,
+                    peak, least, 0.0, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    False, TOP, UNIT, SHIFT, BITS, EXACT, BLOCKS, CHUNK, STEPS, TILE,
+                    False, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, BITS, EXACT,
+                    BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
                 floor = tl.maximum(floor, _value(rank, SHIFT))
 
@@ -133,34 +142,51 @@ def _whole_kernel(
             if (top_p < _TOP_P_ONE) & (holder >= 0):
                 least, lowest = row_limits(peak, floor, scale)
                 few = _choose(listed, tops >= least, block)
-                have, _, _ = _amounts(
-                    x, listed, few, least, least, least, peak, least, lowest, scale,
+                # Is the threshold among the largest blocks?
+                bound = least
+                if few > 2 * _FEW:
+                    bound = tl.maximum(least, _largest_top(tops, _FEW, highest, SHIFT))
+                have, inside, _ = _amounts(
+                    x, listed, few, least, bound, bound, peak, least, lowest, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    True, TOP, UNIT, BITS, EXACT, BLOCKS, CHUNK, STEPS, TILE,
+                    True, 1, PACKED, TOP, UNIT, ALIGNED, BITS, EXACT, BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
                 target = _fraction(have, top_p)
                 low = _rank(least, SHIFT)
                 high = highest
                 beyond = tl.zeros([], tl.int64)
-                if few > 2 * _FEW:
-                    bound = tl.maximum(least, _largest_top(tops, _FEW, highest, SHIFT))
+                if inside >= target:
+                    low = _rank(bound, SHIFT)
+                    have = inside
                     few = _choose(listed, tops >= bound, block)
-                    part_of_it, _, _ = _amounts(
-                        x, listed, few, bound, bound, bound, peak, least, lowest, scale,
+                    r1, r2 = _expect(low, have, high, beyond, target, SHIFT)
+                else:
+                    high = _rank(bound, SHIFT) - 1
+                    beyond = inside
+                    # Ask every 16th block first.
+                    had, _, _ = _amounts(
+                        x, listed, few, least, least, least, peak, least, lowest, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                        True, TOP, UNIT, BITS, EXACT, BLOCKS, CHUNK, STEPS, TILE,
+                        True, 16, PACKED, TOP, UNIT, ALIGNED, BITS, EXACT,
+                        BLOCKS, CHUNK, STEPS, TILE,
                     )  # fmt: skip
-                    if part_of_it >= target:
-                        low = _rank(bound, SHIFT)
-                        have = part_of_it
-                    else:
-                        high = _rank(bound, SHIFT) - 1
-                        beyond = part_of_it
-                        few = _choose(listed, tops >= least, block)
+                    wanted = _fraction(had, top_p)
+                    r1, r2 = _expect(low, had, highest, beyond * 0, wanted, SHIFT)
+                    guess = _value(_search(
+                        x, listed, few, low, highest, had, beyond * 0, wanted, r1, r2,
+                        peak, least, lowest, scale,
+                        stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                        True, 16, PACKED, TOP, UNIT, ALIGNED, SHIFT, BITS, EXACT,
+                        BLOCKS, CHUNK, STEPS, TILE,
+                    ), SHIFT)  # fmt: skip
+                    margin = _MARGIN / scale
+                    r1, r2 = _rank(guess - margin, SHIFT), _rank(guess + margin, SHIFT)
                 rank = _search(
-                    x, listed, few, low, high, have, beyond, target, peak, least, lowest, scale,
+                    x, listed, few, low, high, have, beyond, target, r1, r2,
+                    peak, least, lowest, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    True, TOP, UNIT, SHIFT, BITS, EXACT, BLOCKS, CHUNK, STEPS, TILE,
+                    True, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, BITS, EXACT,
+                    BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
                 floor = tl.maximum(floor, _value(rank, SHIFT))
 
@@ -169,7 +195,7 @@ def _whole_kernel(
         for start in range(0, few, TILE // (STEPS * CHUNK)):
             values, part, exists = _read(
                 x, listed, few, start, stride_s, stride_v, first_ptr, source, width,
-                part_columns, vocab_size, TOP, UNIT, BLOCKS, CHUNK, STEPS, TILE,
+                part_columns, vocab_size, 1, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
             )  # fmt: skip
             weights = integer_weight(values, peak, least, scale, BITS, EXACT)
             sums = tl.sum(tl.sum(weights, 2), 1)
@@ -243,11 +269,11 @@ def _choose(listed, chosen, block):
 @triton.jit
 def _read(
     x, listed, few, start, stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-    TOP: tl.constexpr, UNIT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
-    STEPS: tl.constexpr, TILE: tl.constexpr,
+    EVERY: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Values [b, STEPS, CHUNK] of b listed blocks, [b] their parts, [b] whether there are any."""
-    entry = start + tl.arange(0, TILE // (STEPS * CHUNK))
+    entry = start + tl.arange(0, TILE // (STEPS * CHUNK)) * EVERY
     exists = entry < few
     block = tl.load(listed + entry, mask=exists, other=0)
     part = block // BLOCKS
@@ -256,9 +282,13 @@ def _read(
     count = tl.where(exists & (source >= 0), count, 0).to(tl.int32)
     step = tl.arange(0, STEPS)[None, :, None]
     offset = (block % BLOCKS * CHUNK)[:, None, None] + step * (BLOCKS * CHUNK)
-    offset += tl.arange(0, CHUNK)[None, None, :]
-    column = (part % _PARTS * part_columns)[:, None, None] + offset
-    present = exists[:, None, None] & (offset < part_columns) & (column < width)
+    chunk = (part % _PARTS * part_columns)[:, None, None] + offset
+    column = chunk + tl.arange(0, CHUNK)[None, None, :]
+    present = exists[:, None, None] & (offset < part_columns)
+    if ALIGNED:  # chunks are read whole or not at all, hence in one load each
+        present = tl.broadcast_to(present & (chunk < width), column.shape)
+    else:
+        present = present & (column < width)
     x += segment.to(tl.int64)[:, None, None] * stride_s
     values = load(x, column, stride_v, present, UNIT)
     return clean(values, present & (column < count[:, None, None]), TOP), part, exists
@@ -268,20 +298,23 @@ def _read(
 def _amounts(
     x, listed, few, v0, v1, v2, peak, least, lowest, scale,
     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-    WEIGHTED: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr,
-    EXACT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr,
-    TILE: tl.constexpr,
+    WEIGHTED: tl.constexpr, EVERY: tl.constexpr, PACKED: tl.constexpr, TOP: tl.constexpr,
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr,
+    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Number or weight of the tokens of listed blocks that are >= least and >= each of 3 values."""
+    """Number or weight of tokens that are >= least and >= each of 3 values.
+
+    Of all listed blocks, or of EVERY so-manieth.
+    """
     IN_FLOATS: tl.constexpr = WEIGHTED and EXACT
     zeros = tl.zeros([TILE // (STEPS * CHUNK), STEPS, CHUNK], tl.int64)
     if IN_FLOATS:
         zeros = unit_sum(zeros, BITS)
     a0, a1, a2 = zeros, zeros, zeros
-    for start in range(0, few, TILE // (STEPS * CHUNK)):
+    for start in range(0, few, TILE // (STEPS * CHUNK) * EVERY):
         values, _, _ = _read(
             x, listed, few, start, stride_s, stride_v, first_ptr, source, width, part_columns,
-            vocab_size, TOP, UNIT, BLOCKS, CHUNK, STEPS, TILE,
+            vocab_size, EVERY, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
         )  # fmt: skip
         if IN_FLOATS:
             amount = weight(values, peak, least, lowest, scale, "exact")
@@ -290,49 +323,68 @@ def _amounts(
         else:
             amount = ((values >= least) & (values > -_INF)).to(tl.int64)
         nothing = tl.zeros_like(amount)
-        a0 += tl.where(values >= v0, amount, nothing)
-        a1 += tl.where(values >= v1, amount, nothing)
-        a2 += tl.where(values >= v2, amount, nothing)
-    if IN_FLOATS:
-        a0, a1, a2 = integer_sum(a0, BITS), integer_sum(a1, BITS), integer_sum(a2, BITS)
-    return _sum3(a0), _sum3(a1), _sum3(a2)
+        if PACKED and not WEIGHTED:  # three counts in one integer
+            a0 += tl.where(values >= v0, amount, nothing)
+            a0 += tl.where(values >= v1, amount << 21, nothing)
+            a0 += tl.where(values >= v2, amount << 42, nothing)
+        else:
+            a0 += tl.where(values >= v0, amount, nothing)
+            a1 += tl.where(values >= v1, amount, nothing)
+            a2 += tl.where(values >= v2, amount, nothing)
+    if PACKED and not WEIGHTED:
+        counts = _sum3(a0)
+        a0, a1, a2 = counts & 0x1FFFFF, (counts >> 21) & 0x1FFFFF, counts >> 42
+    else:
+        if IN_FLOATS:
+            a0, a1, a2 = integer_sum(a0, BITS), integer_sum(a1, BITS), integer_sum(a2, BITS)
+        a0, a1, a2 = _sum3(a0), _sum3(a1), _sum3(a2)
+    return a0, a1, a2
 
 
 @triton.jit
 def _sum3(amount):
-    return tl.sum(tl.sum(tl.sum(amount, 2), 1), 0)
+    return tl.sum(tl.reshape(amount, [amount.numel], can_reorder=True), 0)
 
 
 @triton.jit
 def _search(
-    x, listed, few, low, high, at_low, beyond, target, peak, least, lowest, scale,
+    x, listed, few, low, high, at_low, beyond, target, r1, r2, peak, least, lowest, scale,
     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-    WEIGHTED: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr, SHIFT: tl.constexpr,
-    BITS: tl.constexpr, EXACT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
-    STEPS: tl.constexpr, TILE: tl.constexpr,
+    WEIGHTED: tl.constexpr, EVERY: tl.constexpr, PACKED: tl.constexpr, TOP: tl.constexpr,
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
+    EXACT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """The highest rank from low to high at which tokens amount to the target.
 
-    At `low` they amount to at_low >= target, beyond `high` to beyond < target.
+    At `low` they amount to at_low >= target, beyond `high` to beyond < target. It is expected to
+    lie between r1 and r2.
     """
     while low < high:
         middle = low + (high - low + 1) // 2
-        share = (at_low - target).to(tl.float32) / (at_low - beyond).to(tl.float32)
-        from_value = _value(low, SHIFT)
-        guess = _rank(from_value + (_value(high, SHIFT) - from_value) * share, SHIFT)
-        near = (high - low) // 32 + 1
-        r1 = tl.minimum(tl.maximum(guess - near, low + 1), high)
-        r2 = tl.minimum(tl.maximum(guess + near, low + 1), high)
+        r1 = tl.minimum(tl.maximum(r1, low + 1), high)
+        r2 = tl.minimum(tl.maximum(r2, low + 1), high)
         a0, a1, a2 = _amounts(
             x, listed, few, _value(middle, SHIFT), _value(r1, SHIFT), _value(r2, SHIFT),
             peak, least, lowest, scale,
             stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-            WEIGHTED, TOP, UNIT, BITS, EXACT, BLOCKS, CHUNK, STEPS, TILE,
+            WEIGHTED, EVERY, PACKED, TOP, UNIT, ALIGNED, BITS, EXACT, BLOCKS, CHUNK, STEPS, TILE,
         )  # fmt: skip
         low, at_low, high, beyond = _narrow(low, at_low, high, beyond, middle, a0, target)
         low, at_low, high, beyond = _narrow(low, at_low, high, beyond, r1, a1, target)
         low, at_low, high, beyond = _narrow(low, at_low, high, beyond, r2, a2, target)
+        r1, r2 = _expect(low, at_low, high, beyond, target, SHIFT)
     return low
+
+
+@triton.jit
+def _expect(low, at_low, high, beyond, target, SHIFT: tl.constexpr):
+    """Two ranks around where a straight line through the amounts at both bounds would arrive."""
+    share = (at_low - target).to(tl.float32) / tl.maximum(at_low - beyond, 1).to(tl.float32)
+    from_value = _value(low, SHIFT)
+    guess = _rank(from_value + (_value(high, SHIFT) - from_value) * share, SHIFT)
+    near = (high - low) // 32 + 1
+    return guess - near, guess + near
 
 
 @triton.jit
@@ -404,6 +456,8 @@ def weigh(
             vocab_size,
             TOP=torch.finfo(x_NSv.dtype).max,
             UNIT=x_NSv.stride(2) == 1,
+            ALIGNED=v % CHUNK == 0,
+            PACKED=S * v < 1 << 21,
             HAS_ROWS=rows_R is not None,
             TOP_K=filter_top_k,
             TOP_P=filter_top_p,
