@@ -45,8 +45,8 @@ def _histogram_kernel(
     TOP: tl.constexpr,  # largest finite value of the logits' dtype
     UNIT: tl.constexpr,  # stride_v is 1
     HAS_ROWS: tl.constexpr,
-    BITS: tl.constexpr,  # S of `weight_bits`
-    EXACT: tl.constexpr,  # whether BITS allows exact float64 sums
+    unit_bits,  # S of `weight_bits`
+    EXACT: tl.constexpr,  # whether that allows exact float64 sums
     COLUMNS: tl.constexpr,  # of a program
     TILE: tl.constexpr,  # columns read at once
 ):
@@ -73,7 +73,7 @@ def _histogram_kernel(
         bits = values.to(tl.int32, bitcast=True).to(tl.int64)
         key = tl.where(bits >= 0, bits + (1 << 31), -1 - bits) >> (24 - 8 * level)
         if WEIGHTED:
-            amount = integer_weight(values, peak, least, scale, BITS, EXACT)
+            amount = integer_weight(values, peak, least, scale, unit_bits, EXACT)
         else:
             amount = ((values >= floor) & (values > -_INF)).to(tl.int64)
         inside = (key >> 8 == prefix) & (amount > 0)
@@ -116,7 +116,7 @@ def histogram(
             TOP=torch.finfo(x_NSv.dtype).max,
             UNIT=x_NSv.stride(2) == 1,
             HAS_ROWS=rows_R is not None,
-            BITS=bits,
+            unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
             COLUMNS=_COLUMNS,
             TILE=_TILE,

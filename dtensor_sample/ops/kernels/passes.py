@@ -150,8 +150,8 @@ def _masses_kernel(
     UNIT: tl.constexpr,  # stride_v is 1
     HAS_ROWS: tl.constexpr,
     WHOLE: tl.constexpr,  # all segments are here: find peaks, argmaxes and NaN counts of rows too
-    BITS: tl.constexpr,  # S of `weight_bits`
-    EXACT: tl.constexpr,  # whether BITS allows exact float64 sums
+    unit_bits,  # S of `weight_bits`
+    EXACT: tl.constexpr,  # whether that allows exact float64 sums
     ALL_PARTS: tl.constexpr,  # S * PARTS, rounded up to a power of two
     G: tl.constexpr,  # parts of an item
     LANES: tl.constexpr,
@@ -174,7 +174,7 @@ def _masses_kernel(
         floor = tl.load(floor_ptr + row)
     mass = _masses(
         x, begin, stride_v, width, part_columns, count, peak, floor, scale,
-        TOP, UNIT, BITS, EXACT, G, LANES,
+        TOP, UNIT, unit_bits, EXACT, G, LANES,
     )  # fmt: skip
     tl.store(mass_ptr + item.to(tl.int64) * G + tl.arange(0, G), mass)
     if WHOLE:
@@ -250,7 +250,7 @@ def _max(a, b):
 @triton.jit
 def _masses(
     x, begin, stride_v, width, part_columns, count, peak, floor, scale,
-    TOP: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr,
+    TOP: tl.constexpr, UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
     G: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """[G] int64: the masses of parts from `begin` on."""
@@ -259,7 +259,7 @@ def _masses(
     least, lowest = row_limits(peak, floor, scale)
     full = part_columns // LANES * LANES
     if EXACT:
-        total = unit_sum(column, BITS)
+        total = unit_sum(column, unit_bits)
         if ((begin + G) * part_columns <= count) & is_tame(peak, scale, TOP):
             if floor <= peak + lowest:
                 for step in range(0, full, LANES):
@@ -278,14 +278,14 @@ def _masses(
                 values = load(x, column + step, stride_v, present, UNIT)
                 values = clean(values, column + step < count, TOP)
                 total += weight(values, peak, least, lowest, scale, "exact")
-        sums = integer_sum(total, BITS)
+        sums = integer_sum(total, unit_bits)
     else:
         sums = tl.zeros([G, LANES], tl.int64)
         for step in range(0, part_columns, LANES):
             present = (lane + step < part_columns) & (column + step < width)
             values = load(x, column + step, stride_v, present, UNIT)
             values = clean(values, column + step < count, TOP)
-            sums += integer_weight(values, peak, least, scale, BITS, EXACT)
+            sums += integer_weight(values, peak, least, scale, unit_bits, EXACT)
     return tl.sum(sums, 1)
 
 
@@ -435,7 +435,7 @@ def second_pass(
             UNIT=x_NSv.stride(2) == 1,
             HAS_ROWS=rows_R is not None,
             WHOLE=given[0] is not None,
-            BITS=bits,
+            unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
             ALL_PARTS=triton.next_power_of_2(S * PARTS),
             G=G,

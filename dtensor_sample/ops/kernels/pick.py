@@ -92,8 +92,8 @@ def _pick_kernel(
     HAS_ROWS: tl.constexpr,
     DRAFT_TOP: tl.constexpr,
     DRAFT_UNIT: tl.constexpr,
-    BITS: tl.constexpr,  # S of `weight_bits`
-    EXACT: tl.constexpr,  # whether BITS allows exact float64 sums
+    unit_bits,  # S of `weight_bits`
+    EXACT: tl.constexpr,  # whether that allows exact float64 sums
     ALL_PARTS: tl.constexpr,  # S * PARTS, rounded up to a power of two
     TILE: tl.constexpr,  # columns read at once
 ):
@@ -141,10 +141,10 @@ def _pick_kernel(
             amount = residual(
                 x, column + step, peak, least, scale, factor, draft, draft_stride_w, left, hot,
                 draft_peak, draft_least, draft_scale, draft_factor,
-                DRAFT_TOP, DRAFT_UNIT, BITS, EXACT,
+                DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
             )  # fmt: skip
         else:
-            amount = integer_weight(x, peak, least, scale, BITS, EXACT)
+            amount = integer_weight(x, peak, least, scale, unit_bits, EXACT)
         sums = tl.sum(amount, 1)
         beyond = running + tl.cumsum(sums, 0)
         here = (beyond > point) & (beyond - sums <= point)
@@ -159,10 +159,10 @@ def _pick_kernel(
         amount = residual(
             x, column, peak, least, scale, factor, draft, draft_stride_w, left, hot,
             draft_peak, draft_least, draft_scale, draft_factor,
-            DRAFT_TOP, DRAFT_UNIT, BITS, EXACT,
+            DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
         )  # fmt: skip
     else:
-        amount = integer_weight(x, peak, least, scale, BITS, EXACT)
+        amount = integer_weight(x, peak, least, scale, unit_bits, EXACT)
     beyond = before + tl.cumsum(amount, 0)
     found = tl.min(tl.where(beyond > point, column, _NOWHERE), 0)
     token = tl.load(first_ptr + segment) + found
@@ -187,8 +187,8 @@ def _lookup_kernel(
     vocab_size,
     TOP: tl.constexpr,  # largest finite value of the logits' dtype
     HAS_ROWS: tl.constexpr,
-    BITS: tl.constexpr,  # S of `weight_bits`
-    EXACT: tl.constexpr,  # whether BITS allows exact float64 sums
+    unit_bits,  # S of `weight_bits`
+    EXACT: tl.constexpr,  # whether that allows exact float64 sums
     ALL_SEGMENTS: tl.constexpr,  # S, rounded up to a power of two
 ):
     """The weight of one token of a row: of the segment that has its id, if any."""
@@ -205,7 +205,7 @@ def _lookup_kernel(
     peak = tl.load(peak_ptr + row)
     scale = tl.load(scale_ptr + row)
     least, _ = row_limits(peak, tl.load(floor_ptr + row), scale)
-    weights = integer_weight(x, peak, least, scale, BITS, EXACT)
+    weights = integer_weight(x, peak, least, scale, unit_bits, EXACT)
     tl.store(weight_ptr + row, tl.sum(weights, 0))
 
 
@@ -303,7 +303,7 @@ def _pick(
             HAS_ROWS=rows_R is not None,
             DRAFT_TOP=0.0 if draft is None else draft.top,
             DRAFT_UNIT=draft is not None and draft.unit,
-            BITS=bits,
+            unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
             ALL_PARTS=triton.next_power_of_2(S * PARTS),
             TILE=min(_TILE, max(128, triton.next_power_of_2(part_width(v)))),
@@ -343,7 +343,7 @@ def lookup(
             vocab_size,
             TOP=torch.finfo(x_NSv.dtype).max,
             HAS_ROWS=rows_R is not None,
-            BITS=bits,
+            unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
             ALL_SEGMENTS=triton.next_power_of_2(S),
             num_warps=1,

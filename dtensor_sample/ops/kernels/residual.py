@@ -107,15 +107,15 @@ def draft_row(
 def residual(
     values, column, peak, least, scale, factor, draft, draft_stride_w, left, hot,
     draft_peak, draft_least, draft_scale, draft_factor,
-    DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr,
+    DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The int64 max(ratio * p - q, 0) of columns of a segment, given the target's clean values."""
-    p = probability_units(values, peak, least, 0.0, scale, factor, "exact", BITS, EXACT)
+    p = probability_units(values, peak, least, 0.0, scale, factor, "exact", unit_bits, EXACT)
     drafted = clean(
         load(draft, column, draft_stride_w, column < left, DRAFT_UNIT), column < left, DRAFT_TOP
     )
     q = probability_units(
-        drafted, draft_peak, draft_least, 0.0, draft_scale, draft_factor, "exact", BITS, EXACT
+        drafted, draft_peak, draft_least, 0.0, draft_scale, draft_factor, "exact", unit_bits, EXACT
     )
     return tl.where(column == hot, 0, tl.maximum(p - q, 0))
 
@@ -154,8 +154,8 @@ def _residual_mass_kernel(
     HAS_ROWS: tl.constexpr,
     DRAFT_TOP: tl.constexpr,
     DRAFT_UNIT: tl.constexpr,
-    BITS: tl.constexpr,  # S of `weight_bits`
-    EXACT: tl.constexpr,  # whether BITS allows exact float64 sums
+    unit_bits,  # S of `weight_bits`
+    EXACT: tl.constexpr,  # whether that allows exact float64 sums
     G: tl.constexpr,  # parts of a program
     LANES: tl.constexpr,  # columns of each that are read at once
 ):
@@ -192,12 +192,12 @@ def _residual_mass_kernel(
             for step in range(0, careful, LANES):
                 values = load(x, column + step, stride_v, None, UNIT)
                 p = probability_units(
-                    values, peak, least, lowest, scale, factor, "least", BITS, EXACT
+                    values, peak, least, lowest, scale, factor, "least", unit_bits, EXACT
                 )
                 values = load(draft, column + step, draft_stride_w, None, DRAFT_UNIT)
                 q = probability_units(
                     values, draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
-                    "least", BITS, EXACT,
+                    "least", unit_bits, EXACT,
                 )  # fmt: skip
                 total += tl.where(column + step == hot, 0, tl.maximum(p - q, 0))
     for step in range(careful, tl.where(begin * part_columns < count, part_columns, 0), LANES):
@@ -206,7 +206,7 @@ def _residual_mass_kernel(
         total += residual(
             values, column + step, peak, least, scale, factor, draft, draft_stride_w, left, hot,
             draft_peak, draft_least, draft_scale, draft_factor,
-            DRAFT_TOP, DRAFT_UNIT, BITS, EXACT,
+            DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
         )  # fmt: skip
     tl.store(mass_ptr + item.to(tl.int64) * G + tl.arange(0, G), tl.sum(total, 1))
 
@@ -305,7 +305,7 @@ def residual_mass(
             HAS_ROWS=rows_R is not None,
             DRAFT_TOP=draft.top,
             DRAFT_UNIT=draft.unit,
-            BITS=bits,
+            unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
             G=G,
             LANES=_TILE // G,

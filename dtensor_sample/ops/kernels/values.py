@@ -16,7 +16,7 @@ from dtensor_sample.ops.values import COEFFICIENTS, LOWEST_EXPONENT
 
 SIZES = (
     "K", "blocks", "cache_width", "draft_width", "level", "parts", "requests", "rows", "segments",
-    "start_stride", "stride_v", "vocab_size", "width",
+    "start_stride", "stride_v", "unit_bits", "vocab_size", "width",
 )  # fmt: skip
 """Arguments of kernels whose values bring no variant of the kernel's own: compiling takes long."""
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -51,16 +51,16 @@ def fused_multiply_add(a, b, c):
 
 
 @triton.jit
-def unit_sum(like, BITS: tl.constexpr):
+def unit_sum(like, unit_bits):
     """A float64 for each of `like` to which weights are added: 2**52 units."""
-    bits = tl.full(like.shape, (_ONE - BITS + 52) << 52, tl.int64)
+    bits = tl.full(like.shape, _ONE - unit_bits + 52, tl.int64) << 52
     return bits.to(tl.float64, bitcast=True)
 
 
 @triton.jit
-def integer_sum(total, BITS: tl.constexpr):
+def integer_sum(total, unit_bits):
     """The integer that was added to `unit_sum`."""
-    return total.to(tl.int64, bitcast=True) - ((_ONE - BITS + 52) << 52)
+    return total.to(tl.int64, bitcast=True) - (tl.full([], _ONE - unit_bits + 52, tl.int64) << 52)
 
 
 @triton.jit
@@ -98,13 +98,15 @@ def weight(x, peak, least, lowest, scale, KEEP: tl.constexpr):
 
 
 @triton.jit
-def integer_weight(x, peak, least, scale, BITS: tl.constexpr, EXACT: tl.constexpr):
+def integer_weight(x, peak, least, scale, unit_bits, EXACT: tl.constexpr):
     """The int64 weight of each x, of any row."""
     units = weight(x, peak, least, 0.0, scale, "exact")
     if EXACT:
-        rounded = integer_sum(unit_sum(x, BITS) + units, BITS)
+        rounded = integer_sum(unit_sum(x, unit_bits) + units, unit_bits)
     else:
-        bits = (units.to(tl.int64, bitcast=True) & -2) + ((1023 + BITS - _ONE) << 52)
+        bits = (units.to(tl.int64, bitcast=True) & -2) + (
+            (1023 + unit_bits - _ONE).to(tl.int64) << 52
+        )
         rounded = (bits.to(tl.float64, bitcast=True) + 0.5).to(tl.int64)
     return rounded
 
@@ -112,7 +114,7 @@ def integer_weight(x, peak, least, scale, BITS: tl.constexpr, EXACT: tl.constexp
 @triton.jit
 def probability_units(
     x, peak, least, lowest, scale, factor,
-    KEEP: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr,
+    KEEP: tl.constexpr, unit_bits, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The int64 products of weights and a float64 factor of their row, at most 2**60, truncated.
 
@@ -120,12 +122,12 @@ def probability_units(
     """
     if EXACT:
         # The weight as a float64 in the units of `unit_sum`; the factor takes the rest.
-        unit = unit_sum(x, BITS)
+        unit = unit_sum(x, unit_bits)
         rounded = (unit + weight(x, peak, least, lowest, scale, KEEP)) - unit
-        lift = tl.full([], (1023 + 1023 - _ONE + BITS) << 52, tl.int64)
+        lift = tl.full([], 1023 + 1023 - _ONE + unit_bits, tl.int64) << 52
         product = rounded * (factor * lift.to(tl.float64, bitcast=True))
     else:
-        product = integer_weight(x, peak, least, scale, BITS, EXACT).to(tl.float64) * factor
+        product = integer_weight(x, peak, least, scale, unit_bits, EXACT).to(tl.float64) * factor
     one = tl.full([], 1 << 60, tl.int64)
     return tl.minimum(product, one.to(tl.float64)).to(tl.int64)
 

@@ -86,8 +86,8 @@ def _whole_kernel(
     TOP_K: tl.constexpr,  # whether any row uses top-k
     TOP_P: tl.constexpr,  # whether any row uses top-p
     SHIFT: tl.constexpr,  # float32 bits that the logits' dtype lacks
-    BITS: tl.constexpr,  # S of `weight_bits`
-    EXACT: tl.constexpr,  # whether BITS allows exact float64 sums
+    unit_bits,  # S of `weight_bits`
+    EXACT: tl.constexpr,  # whether that allows exact float64 sums
     ALL_PARTS: tl.constexpr,  # S * PARTS, rounded up to a power of two
     ALL_BLOCKS: tl.constexpr,  # all blocks of a row, rounded up to a power of two
     BLOCKS: tl.constexpr,  # blocks of a part
@@ -122,7 +122,8 @@ def _whole_kernel(
                 have, _, _ = _amounts(
                     x, listed, few, least, least, least, peak, least, 0.0, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    False, 1, PACKED, TOP, UNIT, ALIGNED, BITS, EXACT, BLOCKS, CHUNK, STEPS, TILE,
+                    False, 1, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
+                    BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
                 low = _rank(least, SHIFT)
                 target = tl.minimum(have, top_k)
@@ -132,7 +133,7 @@ def _whole_kernel(
                     x, listed, few, low, highest, have, beyond, target, r1, r2,
                     peak, least, 0.0, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    False, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, BITS, EXACT,
+                    False, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
                     BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
                 floor = tl.maximum(floor, _value(rank, SHIFT))
@@ -149,7 +150,8 @@ def _whole_kernel(
                 have, inside, _ = _amounts(
                     x, listed, few, least, bound, bound, peak, least, lowest, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    True, 1, PACKED, TOP, UNIT, ALIGNED, BITS, EXACT, BLOCKS, CHUNK, STEPS, TILE,
+                    True, 1, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
+                    BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
                 target = _fraction(have, top_p)
                 low = _rank(least, SHIFT)
@@ -167,7 +169,7 @@ def _whole_kernel(
                     had, _, _ = _amounts(
                         x, listed, few, least, least, least, peak, least, lowest, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                        True, 16, PACKED, TOP, UNIT, ALIGNED, BITS, EXACT,
+                        True, 16, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
                         BLOCKS, CHUNK, STEPS, TILE,
                     )  # fmt: skip
                     wanted = _fraction(had, top_p)
@@ -176,7 +178,7 @@ def _whole_kernel(
                         x, listed, few, low, highest, had, beyond * 0, wanted, r1, r2,
                         peak, least, lowest, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                        True, 16, PACKED, TOP, UNIT, ALIGNED, SHIFT, BITS, EXACT,
+                        True, 16, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
                         BLOCKS, CHUNK, STEPS, TILE,
                     ), SHIFT)  # fmt: skip
                     margin = _MARGIN / scale
@@ -185,7 +187,7 @@ def _whole_kernel(
                     x, listed, few, low, high, have, beyond, target, r1, r2,
                     peak, least, lowest, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    True, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, BITS, EXACT,
+                    True, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
                     BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
                 floor = tl.maximum(floor, _value(rank, SHIFT))
@@ -197,7 +199,7 @@ def _whole_kernel(
                 x, listed, few, start, stride_s, stride_v, first_ptr, source, width,
                 part_columns, vocab_size, 1, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
             )  # fmt: skip
-            weights = integer_weight(values, peak, least, scale, BITS, EXACT)
+            weights = integer_weight(values, peak, least, scale, unit_bits, EXACT)
             sums = tl.sum(tl.sum(weights, 2), 1)
             tl.atomic_add(
                 mass_ptr + row.to(tl.int64) * segments * _PARTS + part,
@@ -299,7 +301,7 @@ def _amounts(
     x, listed, few, v0, v1, v2, peak, least, lowest, scale,
     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
     WEIGHTED: tl.constexpr, EVERY: tl.constexpr, PACKED: tl.constexpr, TOP: tl.constexpr,
-    UNIT: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr,
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr, unit_bits, EXACT: tl.constexpr,
     BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Number or weight of tokens that are >= least and >= each of 3 values.
@@ -309,7 +311,7 @@ def _amounts(
     IN_FLOATS: tl.constexpr = WEIGHTED and EXACT
     zeros = tl.zeros([TILE // (STEPS * CHUNK), STEPS, CHUNK], tl.int64)
     if IN_FLOATS:
-        zeros = unit_sum(zeros, BITS)
+        zeros = unit_sum(zeros, unit_bits)
     a0, a1, a2 = zeros, zeros, zeros
     for start in range(0, few, TILE // (STEPS * CHUNK) * EVERY):
         values, _, _ = _read(
@@ -319,7 +321,7 @@ def _amounts(
         if IN_FLOATS:
             amount = weight(values, peak, least, lowest, scale, "exact")
         elif WEIGHTED:
-            amount = integer_weight(values, peak, least, scale, BITS, EXACT)
+            amount = integer_weight(values, peak, least, scale, unit_bits, EXACT)
         else:
             amount = ((values >= least) & (values > -_INF)).to(tl.int64)
         nothing = tl.zeros_like(amount)
@@ -332,18 +334,17 @@ def _amounts(
             a1 += tl.where(values >= v1, amount, nothing)
             a2 += tl.where(values >= v2, amount, nothing)
     if PACKED and not WEIGHTED:
-        counts = _sum3(a0)
+        counts = tl.sum(a0)
         a0, a1, a2 = counts & 0x1FFFFF, (counts >> 21) & 0x1FFFFF, counts >> 42
     else:
         if IN_FLOATS:
-            a0, a1, a2 = integer_sum(a0, BITS), integer_sum(a1, BITS), integer_sum(a2, BITS)
-        a0, a1, a2 = _sum3(a0), _sum3(a1), _sum3(a2)
+            a0, a1, a2 = (
+                integer_sum(a0, unit_bits),
+                integer_sum(a1, unit_bits),
+                integer_sum(a2, unit_bits),
+            )
+        a0, a1, a2 = tl.sum(a0), tl.sum(a1), tl.sum(a2)
     return a0, a1, a2
-
-
-@triton.jit
-def _sum3(amount):
-    return tl.sum(tl.reshape(amount, [amount.numel], can_reorder=True), 0)
 
 
 @triton.jit
@@ -351,7 +352,7 @@ def _search(
     x, listed, few, low, high, at_low, beyond, target, r1, r2, peak, least, lowest, scale,
     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
     WEIGHTED: tl.constexpr, EVERY: tl.constexpr, PACKED: tl.constexpr, TOP: tl.constexpr,
-    UNIT: tl.constexpr, ALIGNED: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr, SHIFT: tl.constexpr, unit_bits,
     EXACT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -368,7 +369,8 @@ def _search(
             x, listed, few, _value(middle, SHIFT), _value(r1, SHIFT), _value(r2, SHIFT),
             peak, least, lowest, scale,
             stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-            WEIGHTED, EVERY, PACKED, TOP, UNIT, ALIGNED, BITS, EXACT, BLOCKS, CHUNK, STEPS, TILE,
+            WEIGHTED, EVERY, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
+            BLOCKS, CHUNK, STEPS, TILE,
         )  # fmt: skip
         low, at_low, high, beyond = _narrow(low, at_low, high, beyond, middle, a0, target)
         low, at_low, high, beyond = _narrow(low, at_low, high, beyond, r1, a1, target)
@@ -462,7 +464,7 @@ def weigh(
             TOP_K=filter_top_k,
             TOP_P=filter_top_p,
             SHIFT=_SHIFT[x_NSv.dtype],
-            BITS=bits,
+            unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
             ALL_PARTS=triton.next_power_of_2(S * PARTS),
             ALL_BLOCKS=triton.next_power_of_2(S * PARTS * blocks),
