@@ -6,6 +6,7 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 ARGS :=
+RANKS := 2
 
 # The files below are touched when their step is done; an own PYTHON needs none of them.
 READY := $(if $(filter $(VENV)/%,$(PYTHON)),$(VENV)/.model-done)
@@ -13,12 +14,12 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq -c cons
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help decode test test-slow test-all test-gpu quality style
+.PHONY: help decode test test-slow test-all test-gpu bench quality style
 
 help:  ## list the commands (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo '  ARGS="..."      passed on by decode and the test verbs'
+	@echo '  ARGS="..."      passed on by decode, bench and the test verbs'
 	@echo '  PYTHON=python3  use that interpreter as it is: no set-up in $(VENV)'
 
 decode: $(READY)  ## generate text with a real model on 4 ranks of this machine
@@ -35,6 +36,9 @@ test-all: $(READY)  ## run the tests, slow ones included
 
 test-gpu: $(READY)  ## run the tests that need CUDA devices
 	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+bench: $(READY)  ## time one sampling step in several ways, on RANKS=2 ranks of this machine
+	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --nproc_per_node=$(RANKS) examples/bench.py $(ARGS)
 
 quality: $(READY)  ## check style and types; changes nothing
 	$(PYTHON) -m ruff check .
