@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=4 examples/decode.py
     python examples/decode.py --chat "Why is the sky blue?" --temperature 0.8 --seed 1
-    python examples/decode.py --speculate ngram "1, 2, 3, 4, 1, 2, 3, 4, 1, 2,"
+    python examples/decode.py --speculate ngram --plot drafts.png "1, 2, 3, 4, 1, 2, 3, 4, 1, 2,"
 
 Runs on CPUs with gloo or on GPUs with nccl, by what is there. Without prompts it continues a few of
 its own, greedily. More prompts than slots wait, and take over the slots of finished requests.
@@ -25,6 +25,7 @@ from drafters import Drafter, ModelDrafter, NgramDrafter
 from llama import Batch, Llama, load_llama
 from meter import Meter
 from options import parse_arguments
+from plot import check_plot, draw_plot
 from prompts import Request, make_requests
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -50,6 +51,8 @@ def main() -> None:
     stdout = claim_stdout() if args.json else sys.stdout
     started = perf_counter()
     try:
+        if args.plot is not None:
+            check_plot(args.plot)
         device_type = choose_device()
         checkpoint = open_checkpoint(args.model)
         checkpoint.config.padded(int(os.environ.get("WORLD_SIZE", 1)))
@@ -136,6 +139,9 @@ def main() -> None:
             **meter.speculation(),
         }
     if dist.get_rank() == 0:
+        if args.plot is not None:
+            draw_plot(args.plot, figures, meter.steps)
+            figures["plot"] = str(args.plot)
         print_summary(figures, stderr=args.json)
         if args.json:
             report = {"requests": [request.report() for request in requests], "figures": figures}
