@@ -27,7 +27,7 @@ import regex  # type: ignore[import-untyped]
 import torch
 import weights
 from display import Display, LineDisplay
-from drafters import Drafter, ModelDrafter, NgramDrafter
+from drafters import ModelDrafter
 from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize
 from llama import Llama, load_llama
@@ -39,6 +39,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_sample import (
+    Drafter,
+    NgramDrafter,
     RejectionSampler,
     Sampler,
     SamplerOutput,
@@ -297,7 +299,6 @@ def speculate(
         return model
 
     model, results = load(path), []
-    greedy = all(own.greedy for own in params)
     for exchange, method, draft_path in runs:
         requests = [
             Request(
@@ -321,7 +322,7 @@ def speculate(
         if method:
             sampler, drafter = RejectionSampler(state, method=method), NgramDrafter()
         if draft_path is not None:
-            drafter = drafter_class(load(draft_path), state, greedy=greedy)
+            drafter = drafter_class(load(draft_path), state)
         meter = Meter(mesh.device_type)
         script.decode(
             model,
@@ -372,7 +373,7 @@ def test_speculation_changes_no_greedy_text(ranks: Ranks, pair: tuple[Path, Path
 class Forgetful(ModelDrafter):
     """Shows its model the whole text again for every block."""
 
-    def propose(self, *args: Any) -> list[list[int]]:
+    def propose(self, *args: Any) -> tuple[list[list[int]], list[bool]]:
         self._num_cached.clear()
         return super().propose(*args)
 
