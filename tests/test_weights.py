@@ -76,8 +76,8 @@ def test_fused_multiply_add():
     ]
     for a, b, c, wanted in cases:
         for others in ((), (0.5, -0.25)):  # the same beside numbers that need no care
-            factors = (torch.tensor([x, *others], dtype=torch.float64) for x in (a, b))
-            assert ops_values._fused_multiply_add(*factors, c)[0] == wanted
+            x, y = (torch.tensor([one, *others], dtype=torch.float64) for one in (a, b))
+            assert ops_values._fused_multiply_add(x, y, c)[0] == wanted
 
 
 def test_weights_in_blocks(monkeypatch):

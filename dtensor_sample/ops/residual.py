@@ -92,13 +92,13 @@ def residual_mass(
     """
     segments, width = x_NSv.shape[1:]
     value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
-    draft_Rw = values(draft_MSw, first_id_S[:1], draft_rows_R, vocab_size).flatten(1)
-    missing = segments * width - draft_Rw.shape[1]  # ids line up; padding is no token
-    draft_RSv = pad(draft_Rw, (0, missing), value=-torch.inf).unflatten(1, (segments, width))
-    target = (value_RSv, peak_R, floor_R, scale_R, total_R, ratio_R)
-    draft = (draft_RSv, draft_peak_R, draft_floor_R, draft_scale_R)
+    p_RSv = _units_of(value_RSv, peak_R, floor_R, scale_R, total_R, ratio_R, vocab_size)
+    draft_RSw = values(draft_MSw, first_id_S[:1], draft_rows_R, vocab_size)
+    draft = (draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
+    q_RW = _units_of(draft_RSw, *draft, ONE, vocab_size).flatten(1)
+    q_RW = pad(q_RW, (0, segments * width - q_RW.shape[1]))  # ids line up; padding weighs nothing
     hot_RSv = token_ids(x_NSv, first_id_S) == one_hot_R[:, None, None]
-    return part_sums(_residuals(*target, *draft, draft_total_R, hot_RSv, vocab_size))
+    return part_sums(_residuals(p_RSv, q_RW.unflatten(1, (segments, width)), hot_RSv))
 
 
 @residual_mass.register_fake
@@ -157,14 +157,14 @@ def residual_pick(
     """
     width = x_NSv.shape[2]
     segment_RW, column_RW = part_of(start_RSC, point_R, width)
-    rows = (x_NSv, first_id_S, rows_R, segment_RW, column_RW)
-    value_R1W, id_R1W = values_at(*rows, vocab_size)
-    draft_rows = (draft_MSw, first_id_S[:1], draft_rows_R, torch.zeros_like(segment_RW))
-    draft_R1W, _ = values_at(*draft_rows, segment_RW * width + column_RW, vocab_size)
-    target = (value_R1W, peak_R, floor_R, scale_R, total_R, ratio_R)
-    draft = (draft_R1W, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
-    hot_R1W = id_R1W == one_hot_R[:, None, None]
-    residual_R1W = _residuals(*target, *draft, hot_R1W, vocab_size)
+    at = (segment_RW, column_RW, vocab_size)
+    value_R1W, id_R1W = values_at(x_NSv, first_id_S, rows_R, *at)
+    p_R1W = _units_of(value_R1W, peak_R, floor_R, scale_R, total_R, ratio_R, vocab_size)
+    at = (torch.zeros_like(segment_RW), segment_RW * width + column_RW, vocab_size)
+    draft_R1W, _ = values_at(draft_MSw, first_id_S[:1], draft_rows_R, *at)
+    draft = (draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
+    q_R1W = _units_of(draft_R1W, *draft, ONE, vocab_size)
+    residual_R1W = _residuals(p_R1W, q_R1W, id_R1W == one_hot_R[:, None, None])
     return first_beyond(residual_R1W[:, 0], start_RSC, point_R, id_R1W[:, 0])
 
 
@@ -198,27 +198,23 @@ def _units(weight: Tensor, total: Tensor, ratio: Tensor | int) -> Tensor:
     return weight.double().mul_(factor).clamp_(max=float(ONE)).to(torch.int64)
 
 
-def _residuals(
+def _units_of(
     value_RSv: Tensor,
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
     total_R: Tensor,
-    ratio_R: Tensor,
-    draft_RSv: Tensor,
-    draft_peak_R: Tensor,
-    draft_floor_R: Tensor,
-    draft_scale_R: Tensor,
-    draft_total_R: Tensor,
-    hot_RSv: Tensor,
+    ratio_R: Tensor | int,
     vocab_size: int,
 ) -> Tensor:
-    """[R, S, v] int64 residuals in units of 2**-60, of values side by side; q is 1 where hot."""
-    of_row = (slice(None), None, None)
+    """[R, S, v] int64: `_units` of values."""
     weight_RSv = weights(value_RSv, peak_R, floor_R, scale_R, vocab_size)
-    draft_weight_RSv = weights(draft_RSv, draft_peak_R, draft_floor_R, draft_scale_R, vocab_size)
-    p_RSv = _units(weight_RSv, total_R[of_row], ratio_R[of_row])
-    q_RSv = _units(draft_weight_RSv, draft_total_R[of_row], ONE)
+    ratio = ratio_R if isinstance(ratio_R, int) else ratio_R[:, None, None]
+    return _units(weight_RSv, total_R[:, None, None], ratio)
+
+
+def _residuals(p_RSv: Tensor, q_RSv: Tensor, hot_RSv: Tensor) -> Tensor:
+    """Max(p - q, 0), in place of p; q is 1 where hot."""
     return p_RSv.sub_(q_RSv).clamp_(min=0).masked_fill_(hot_RSv, 0)
 
 

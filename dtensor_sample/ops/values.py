@@ -121,8 +121,8 @@ def weights(
     rows = max(1, _AT_ONCE // max(S * min(columns, v), 1))
     for r, c in itertools.product(range(0, R, rows), range(0, v, columns)):
         here = (slice(r, r + rows), slice(None), slice(c, c + columns))
-        of_row = (x_R[r : r + rows, None, None] for x_R in (peak_R, floor_R, scale_R))
-        weight_RSv[here] = _weights(value_RSv[here], *of_row, vocab_size)
+        peak, floor, scale = (x[r : r + rows, None, None] for x in (peak_R, floor_R, scale_R))
+        weight_RSv[here] = _weights(value_RSv[here], peak, floor, scale, vocab_size)
     return weight_RSv
 
 
