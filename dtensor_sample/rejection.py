@@ -117,7 +117,7 @@ def verify(
     token_Q = argmax_QJ.gather(1, accepted_Q[:, None])[:, 0]
     if filters.drawn:
         shape = (params, position_R, filters, where, V)
-        drawn_Q2 = _draw(p, drafts, usable_QK, *shape, method)
+        drawn_Q2 = _judge(p, drafts, usable_QK, *shape, method)
         greedy_Q = params.greedy[row_QJ[:, 0]]
         accepted_Q = torch.where(greedy_Q, accepted_Q, drawn_Q2[:, 0])
         token_Q = torch.where(greedy_Q, token_Q, drawn_Q2[:, 1])
@@ -130,7 +130,7 @@ def verify(
     return torch.cat([tokens_QJ, torch.stack(counts, 1)], 1)
 
 
-def _draw(
+def _judge(
     p: Weighed,
     drafts: Drafts,
     usable_QK: Tensor,
@@ -141,7 +141,7 @@ def _draw(
     V: int,
     method: str,
 ) -> Tensor:
-    """Requests that are not greedy, by coins and uniform numbers.
+    """Judge the drafts of requests that are not greedy by coins, and draw what follows them.
 
     Returns:
         [Q, 2] int64: how many drafts are accepted, and the token after them (-1 if it is not here).
@@ -156,11 +156,12 @@ def _draw(
         return torch.stack([first_Q, whole.pick(uniform_Q, where, V)], 1)
 
     # How many drafts can be accepted at all, and how many are.
+    usable_QK = usable_QK & ~greedy_Q[:, None]
     places, p_QK, q_QK, usable_QK = _compare(p, drafts, usable_QK, params, filters, where, V)
     limit_Q = _leading(usable_QK)
-    step_G = torch.arange(K, device=row_QJ.device).repeat(Q)
-    counter = (seed_Q.repeat_interleave(K), start_Q.repeat_interleave(K), step_G)
-    coin_QK = ops.uniform(*counter, COIN).view(Q, K)
+    step_QK = torch.arange(K, device=row_QJ.device).expand(Q, K)
+    counter_3QK = (x.expand(Q, K).flatten() for x in (seed_Q[:, None], start_Q[:, None], step_QK))
+    coin_QK = ops.uniform(*counter_3QK, COIN).view(Q, K)
     if method == "block":
         joint_QK = ops.chain(p_QK, q_QK)
         ratio_QK = pad(joint_QK[:, :-1], (1, 0), value=ONE)
@@ -176,10 +177,9 @@ def _draw(
     refused_Q = accepted_Q < limit_Q
     place_Q = drafts.place_QK.gather(1, accepted_Q[:, None].clamp(max=K - 1))[:, 0]
     place_Q = place_Q.clamp(max=drafts.row_G.shape[0] - 1)
-    recover_Q = refused_Q & ~greedy_Q
-    refused = places.at(place_Q, recover_Q)
+    refused = places.at(place_Q, refused_Q)
     spare_QPC = spare_GPC[place_Q] if method == "block" else refused.spare(where, V)
-    recover_Q &= spare_QPC.sum((1, 2)) > 0
+    recover_Q = refused_Q & (spare_QPC.sum((1, 2)) > 0)
     counter = (seed_Q, start_Q + accepted_Q, first_Q)
     uniform_Q = torch.where(
         refused_Q, ops.uniform(*counter, RECOVERY), ops.uniform(*counter, TARGET)
@@ -212,7 +212,7 @@ def _compare(
         nothing = Logits(x_NSv[:1, :1, :1], first_id_S[:1], torch.full_like(row_G, -1))
         q_G = p_G._replace(logits=nothing, mass_RPC=torch.zeros_like(p_G.mass_RPC))
         one_hot_G = token_G
-        [weight_G] = where.total(ops.lookup(*p_G.args, token_G, V)[:, None]).unbind(1)
+        weight_G = where.total(ops.lookup(*p_G.args, token_G, V))
         q_QK = torch.full_like(drafts.token_QK, ONE)
     else:
         q_G = weigh(drafts.logits, params.at(row_G), filters, where, V)
