@@ -1,6 +1,7 @@
 """Sampling under tensor parallelism: DTensor in, tokens out."""
 
-from dtensor_sample.draft.ngram import ngram_drafts
+from dtensor_sample.draft.drafter import Drafter
+from dtensor_sample.draft.ngram import NgramDrafter
 from dtensor_sample.draft.sampler import DraftSampler
 from dtensor_sample.exchange import EXCHANGES
 from dtensor_sample.functional import sample
@@ -18,13 +19,14 @@ __all__ = [
     "BatchSharder",
     "BatchedParams",
     "DraftSampler",
+    "Drafter",
+    "NgramDrafter",
     "RejectionSampler",
     "Sampler",
     "SamplerOutput",
     "SamplingParams",
     "SamplingState",
     "ShardPlan",
-    "ngram_drafts",
     "replicated",
     "sample",
     "vocab_sharded",

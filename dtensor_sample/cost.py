@@ -38,7 +38,7 @@ def cost_of(
     `batch` sends (P-1)/P * T * v logits and its share of 3 integers a row; `replicate` (P-1) * T *
     v logits; `vocab` no logit, but 2 + 16 integers a row to each other rank, 3 integers a row in a
     ring, and for top-k and for top-p one histogram of 256 integers a row per 8 bits of the logits'
-    dtype.
+    dtype. If all requests are greedy, 2 of the 18 are enough, and no histogram.
     """
     if exchange.axis.size == 1 or num_rows == 0:
         return Cost(0, 0, ())
@@ -52,6 +52,7 @@ def cost_of_verifying(
     exchange: Exchange,
     num_rows: int,
     num_requests: int,
+    num_drafts: int,
     K: int,
     vocab_size: int,
     filters: Filters,
@@ -61,21 +62,24 @@ def cost_of_verifying(
 ) -> Cost:
     """The cost of verifying up to K drafts of each of `num_requests` requests, padding included.
 
-    As `cost_of`, with K + 5 integers a request for results. Under `vocab` also, for each of the
-    requests' K places: what `cost_of` counts for a row of draft logits, unless all drafts are
-    one-hot; 2 integers in a ring, the drafted tokens' weights; and 16 to each other rank, the
-    residual mass. The "standard" method needs the latter once a request.
+    As `cost_of`, with K + 5 integers a request for results. Under `vocab` also, unless all requests
+    are greedy, for each of the `num_drafts` drafts that one rank verifies: its weight in a ring, 1
+    integer; 16 integers to each other rank, the residual mass, which the "standard" method needs
+    once a request instead; and if any draft was drawn, what `cost_of` counts for a row of draft
+    logits, and 1 integer more in the ring.
     """
-    P, places = exchange.axis.size, num_requests * K
+    P = exchange.axis.size
     if P == 1 or num_rows == 0:
         return Cost(0, 0, ())
     received, steps = _place(exchange, num_rows, vocab_size, dtype)
     if exchange.name == "vocab":
         steps += _weigh(P, num_rows, filters, dtype)
-        if draft_dtype is not None:
-            steps += _weigh(P, places, filters, draft_dtype)
-        steps += [_all_reduce(P, places * 2)]
-        steps += [_all_gather(P, PARTS * (places if method == "block" else num_requests))]
+        if filters.drawn and num_drafts > 0:
+            if draft_dtype is not None:
+                steps += _weigh(P, num_drafts, filters, draft_dtype)
+            steps += [_all_reduce(P, num_drafts * (1 if draft_dtype is None else 2))]
+            residuals = num_drafts if method == "block" else num_requests
+            steps += [_all_gather(P, PARTS * residuals)]
     results = num_requests * (K + 1 + VERIFIED_COLUMNS)
     return _sum(received, [*steps, _settle(exchange, results)])
 
@@ -99,6 +103,8 @@ def _place(
 
 def _weigh(P: int, rows: int, filters: Filters, dtype: torch.dtype) -> list[Step]:
     """Peaks, histograms and masses of rows whose vocabulary is sharded."""
+    if not filters.drawn:
+        return [_all_gather(P, rows * 2)]
     histograms = [_all_reduce(P, rows * BINS)] * LEVELS[dtype] * (filters.top_k + filters.top_p)
     return [_all_gather(P, rows * 2), *histograms, _all_gather(P, rows * PARTS)]
 

@@ -107,21 +107,24 @@ def check_params(params: object) -> list[SamplingParams]:
 
 
 class Filters(NamedTuple):
-    """Which filters any request of a batch uses: host data, so that skipping one needs no sync."""
+    """What any request of a batch needs: host data, so that skipping the rest takes no sync."""
 
     top_k: bool
     top_p: bool
+    drawn: bool
+    """Whether any token is drawn. If all are greedy, nothing is weighed."""
 
     @property
     def coarse(self) -> "Filters":
-        """All or none: at most two variants to compile."""
-        return Filters(*[any(self)] * len(self))
+        """All filters or none: at most two variants to compile."""
+        either = self.top_k or self.top_p
+        return Filters(either, either, drawn=True)
 
 
 def filters_of(params: Sequence[SamplingParams]) -> Filters:
     """The filters that at least one of `params` needs (min-p costs nothing and is always on)."""
     drawn = [p for p in params if not p.greedy]
-    return Filters(any(p.top_k > 0 for p in drawn), any(p.top_p < 1 for p in drawn))
+    return Filters(any(p.top_k > 0 for p in drawn), any(p.top_p < 1 for p in drawn), bool(drawn))
 
 
 class RowParams(NamedTuple):

@@ -53,10 +53,12 @@ class ShardPlan:
     """Most requests of any rank."""
     request_capacity: int
     """Requests per owner with padding: as many as results that each owner sends."""
+    draft_capacity: int
+    """Drafts per owner with padding: rows but the last of each request."""
     max_rows_per_request: int
     """Most rows of any request."""
     filters: Filters
-    """Filters that any request of the batch uses."""
+    """What any request of the batch needs."""
     logits_indices: Tensor
     """[num_rows] int64: for each row of logits, its row of hidden states."""
     gathered_src_indices: Tensor
@@ -206,7 +208,7 @@ class ShardPlan:
         method: str | None = None,
         draft_dtype: torch.dtype | None = None,
     ) -> Cost:
-        """Bytes and collectives of this step, on one rank.
+        """Bytes and collectives of this step, on one rank; at most, if a `DraftSampler` is greedy.
 
         Args:
             dtype: of the logits.
@@ -225,6 +227,7 @@ class ShardPlan:
             self.exchange,
             self.num_rows,
             holders * self.request_capacity,
+            self.draft_capacity,
             self.state.num_speculative_tokens,
             *shape,
             draft_dtype,

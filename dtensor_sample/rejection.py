@@ -33,7 +33,11 @@ METHODS = ("standard", "block")
 
 
 class Drafts(NamedTuple):
-    """Draft tokens of the Q requests here, as a grid [Q, K], and where their rows lie."""
+    """Draft tokens of the Q requests here, up to K each: as a grid [Q, K], and the G that exist.
+
+    Scalars of drafts lie in the grid. What is read or written by vocabulary is not: it is listed
+    without the places of the grid that no draft takes.
+    """
 
     row_QJ: Tensor
     """[Q, K + 1] int64: the local row of target logits of each place in a request."""
@@ -41,10 +45,23 @@ class Drafts(NamedTuple):
     """[Q] int64: rows of each request; 0 for padding."""
     token_QK: Tensor
     """[Q, K] int64: draft tokens; one that is no id of the vocabulary ends the block."""
+    place_QK: Tensor
+    """[Q, K] int64 in [0, G]: where each draft is listed; G: there is no such draft."""
+    row_G: Tensor
+    """[G] int64: the local row of target logits that judges a draft; -1 for padding."""
     drawn_QK: Tensor
     """[Q, K] bool: drawn from draft logits; otherwise one-hot."""
     logits: Logits | None
-    """Draft logits of the Q * K places; row -1 where none were kept. None: all are one-hot."""
+    """Draft logits of the G drafts; row -1 where none were kept. None: all are one-hot."""
+
+    def listed(self, x_QK: Tensor) -> Tensor:
+        """Entries of a grid -> [G] those of the drafts; -1 for padding."""
+        listed_G = x_QK.new_full((self.row_G.shape[0] + 1,), -1)
+        return listed_G.scatter(0, self.place_QK.flatten(), x_QK.flatten())[:-1]
+
+    def grid(self, x_G: Tensor) -> Tensor:
+        """The inverse of `listed`: [Q, K], 0 where there is no draft."""
+        return pad(x_G, (0, 1))[self.place_QK]
 
 
 class Places(NamedTuple):
@@ -88,83 +105,126 @@ def verify(
 ) -> Tensor:
     """[Q, K + 5] int64: K + 1 tokens or -1, then num_sampled, num_rejected, NaN logits, failed."""
     row_QJ, count_Q, token_QK = drafts[:3]
-    Q, K = token_QK.shape
-    step_J = torch.arange(K + 1, device=row_QJ.device)
-    start_Q, seed_Q, greedy_Q = (x[row_QJ[:, 0]] for x in (position_R, params.seed, params.greedy))
-
-    # Both distributions at every place, and how many drafts can be accepted at all.
+    step_J = torch.arange(row_QJ.shape[1], device=row_QJ.device)
     p = weigh(target, params, filters, where, V)
-    places, p_QK, q_QK, limit_Q = _compare(p, drafts, params, filters, where, V)
+    argmax_QJ = p.argmax_R[row_QJ]
 
-    # How many drafts are.
-    start_G, step_G = start_Q.repeat_interleave(K), step_J[:-1].repeat(Q)
-    coin_QK = ops.uniform(seed_Q.repeat_interleave(K), start_G, step_G, COIN).view(Q, K)
-    if method == "block":
-        joint_QK = ops.chain(p_QK, q_QK)
-        places = places._replace(ratio_G=pad(joint_QK[:, :-1], (1, 0), value=ONE).flatten())
-        spare_GPC = places.spare(where, V)
-        accepted_Q = _longest_prefix(joint_QK, spare_GPC.sum((1, 2)).view(Q, K), coin_QK, limit_Q)
-    else:
-        accepted_Q = torch.minimum(_leading(scaled(coin_QK, q_QK) < p_QK), limit_Q)
-    agreeing_Q = torch.minimum(_leading(token_QK == p.argmax_R[row_QJ[:, :-1]]), limit_Q)
-    accepted_Q = torch.where(greedy_Q, agreeing_Q, accepted_Q)
-
-    # The token after them: from what the refused draft leaves of p, or else from p.
-    end_Q = row_QJ.gather(1, accepted_Q[:, None])[:, 0]
-    place_Q = torch.arange(Q, device=row_QJ.device) * K + accepted_Q.clamp(max=K - 1)
-    refused_Q = accepted_Q < limit_Q
-    recover_Q = refused_Q & ~greedy_Q
-    refused = places.at(place_Q, recover_Q)
-    spare_QPC = spare_GPC[place_Q] if method == "block" else refused.spare(where, V)
-    recover_Q &= spare_QPC.sum((1, 2)) > 0
-    whole = p.at(end_Q, ~recover_Q & ~greedy_Q)
-    place_args = (seed_Q, start_Q + accepted_Q, torch.zeros_like(start_Q))
-    uniform_Q = torch.where(
-        refused_Q, ops.uniform(*place_args, RECOVERY), ops.uniform(*place_args, TARGET)
-    )
-    drawn_Q = ops.pick(*whole.args, *whole.aim(uniform_Q, where), V)
-    start_QPC, point_Q = ops.aim(spare_QPC, uniform_Q)
-    recovered_Q = ops.residual_pick(*refused.args, where.own_segments(start_QPC), point_Q, V)
-    token_Q = torch.where(recover_Q, recovered_Q, drawn_Q)
-    token_Q = torch.where(greedy_Q, p.argmax_R[end_Q], token_Q)
+    # A block ends at the first draft that is no token, or whose p has none. Greedy requests accept
+    # what they would have taken themselves.
+    usable_QK = (token_QK >= 0) & (token_QK < V) & (step_J[1:] < count_Q[:, None])
+    usable_QK &= argmax_QJ[:, :-1] >= 0
+    accepted_Q = _leading(usable_QK & (token_QK == argmax_QJ[:, :-1]))
+    token_Q = argmax_QJ.gather(1, accepted_Q[:, None])[:, 0]
+    if filters.drawn:
+        shape = (params, position_R, filters, where, V)
+        drawn_Q2 = _judge(p, drafts, usable_QK, *shape, method)
+        greedy_Q = params.greedy[row_QJ[:, 0]]
+        accepted_Q = torch.where(greedy_Q, accepted_Q, drawn_Q2[:, 0])
+        token_Q = torch.where(greedy_Q, token_Q, drawn_Q2[:, 1])
 
     tokens_QJ = torch.where(step_J < accepted_Q[:, None], pad(token_QK, (0, 1), value=-1), -1)
     tokens_QJ = torch.where(step_J == accepted_Q[:, None], token_Q[:, None], tokens_QJ)
     nans_Q = (p.nans_R[row_QJ] * (step_J < count_Q[:, None])).sum(1)
-    failed_Q = (p.argmax_R[end_Q] < 0).to(torch.int64)
+    failed_Q = (argmax_QJ.gather(1, accepted_Q[:, None])[:, 0] < 0).to(torch.int64)
     counts = (accepted_Q + 1 - failed_Q, count_Q - 1 - accepted_Q, nans_Q, failed_Q)
     return torch.cat([tokens_QJ, torch.stack(counts, 1)], 1)
 
 
+def _judge(
+    p: Weighed,
+    drafts: Drafts,
+    usable_QK: Tensor,
+    params: RowParams,
+    position_R: Tensor,
+    filters: Filters,
+    where: Exchange,
+    V: int,
+    method: str,
+) -> Tensor:
+    """Judge the drafts of requests that are not greedy by coins, and draw what follows them.
+
+    Returns:
+        [Q, 2] int64: how many drafts are accepted, and the token after them (-1 if it is not here).
+    """
+    row_QJ = drafts.row_QJ
+    Q, K = drafts.token_QK.shape
+    start_Q, seed_Q, greedy_Q = (x[row_QJ[:, 0]] for x in (position_R, params.seed, params.greedy))
+    first_Q = torch.zeros_like(start_Q)
+    if drafts.row_G.shape[0] == 0:
+        whole = p.at(row_QJ[:, 0], ~greedy_Q)
+        uniform_Q = ops.uniform(seed_Q, start_Q, first_Q, TARGET)
+        return torch.stack([first_Q, whole.pick(uniform_Q, where, V)], 1)
+
+    # How many drafts can be accepted at all, and how many are.
+    usable_QK = usable_QK & ~greedy_Q[:, None]
+    places, p_QK, q_QK, usable_QK = _compare(p, drafts, usable_QK, params, filters, where, V)
+    limit_Q = _leading(usable_QK)
+    step_QK = torch.arange(K, device=row_QJ.device).expand(Q, K)
+    counter_3QK = (x.expand(Q, K).flatten() for x in (seed_Q[:, None], start_Q[:, None], step_QK))
+    coin_QK = ops.uniform(*counter_3QK, COIN).view(Q, K)
+    if method == "block":
+        joint_QK = ops.chain(p_QK, q_QK)
+        ratio_QK = pad(joint_QK[:, :-1], (1, 0), value=ONE)
+        places = places._replace(ratio_G=drafts.listed(ratio_QK))
+        spare_GPC = places.spare(where, V)
+        spare_QK = drafts.grid(spare_GPC.sum((1, 2)))
+        accepted_Q = _longest_prefix(joint_QK, spare_QK, coin_QK, limit_Q)
+    else:
+        accepted_Q = torch.minimum(_leading(scaled(coin_QK, q_QK) < p_QK), limit_Q)
+
+    # The token after them: from what the refused draft leaves of p, or else from p.
+    end_Q = row_QJ.gather(1, accepted_Q[:, None])[:, 0]
+    refused_Q = accepted_Q < limit_Q
+    place_Q = drafts.place_QK.gather(1, accepted_Q[:, None].clamp(max=K - 1))[:, 0]
+    place_Q = place_Q.clamp(max=drafts.row_G.shape[0] - 1)
+    refused = places.at(place_Q, refused_Q)
+    spare_QPC = spare_GPC[place_Q] if method == "block" else refused.spare(where, V)
+    recover_Q = refused_Q & (spare_QPC.sum((1, 2)) > 0)
+    counter = (seed_Q, start_Q + accepted_Q, first_Q)
+    uniform_Q = torch.where(
+        refused_Q, ops.uniform(*counter, RECOVERY), ops.uniform(*counter, TARGET)
+    )
+    drawn_Q = p.at(end_Q, ~recover_Q & ~greedy_Q).pick(uniform_Q, where, V)
+    start_QPC, point_Q = ops.aim(spare_QPC, uniform_Q)
+    recovered_Q = ops.residual_pick(*refused.args, where.own_segments(start_QPC), point_Q, V)
+    return torch.stack([accepted_Q, torch.where(recover_Q, recovered_Q, drawn_Q)], 1)
+
+
 def _compare(
-    p: Weighed, drafts: Drafts, params: RowParams, filters: Filters, where: Exchange, V: int
+    p: Weighed,
+    drafts: Drafts,
+    usable_QK: Tensor,
+    params: RowParams,
+    filters: Filters,
+    where: Exchange,
+    V: int,
 ) -> tuple[Places, Tensor, Tensor, Tensor]:
     """What decides about drafts, apart from coins.
 
     Returns:
-        The Q * K places, with ratios of 1; [Q, K] the probabilities of the drafted tokens under p
-        and under q, in units of 2**-60; and [Q] how many drafts a request has before its block
-        ends: at the first that is no token, or whose p or q has none.
+        The G places, with ratios of 1; [Q, K] the probabilities of the drafted tokens under p and
+        under q, in units of 2**-60; and [Q, K] which drafts are usable, now that q is known.
     """
-    row_QJ, count_Q, token_QK, drawn_QK, logits = drafts
-    Q, K = token_QK.shape
-    row_G, token_G = row_QJ[:, :-1].flatten(), token_QK.flatten()
-    known_QK = (token_QK >= 0) & (token_QK < V)
-    known_QK &= torch.arange(1, K + 1, device=row_QJ.device) < count_Q[:, None]
-    p_G = p.at(row_G, known_QK.flatten())
-    if logits is None:
-        q_G = p_G.at(torch.arange(Q * K, device=row_QJ.device), torch.zeros_like(row_G) > 0)
+    row_G, token_G = drafts.row_G.clamp(min=0), drafts.listed(drafts.token_QK)
+    p_G = p.at(row_G, drafts.listed(usable_QK.to(torch.int64)) > 0)
+    if drafts.logits is None:
+        x_NSv, first_id_S, _ = p.logits
+        nothing = Logits(x_NSv[:1, :1, :1], first_id_S[:1], torch.full_like(row_G, -1))
+        q_G = p_G._replace(logits=nothing, mass_RPC=torch.zeros_like(p_G.mass_RPC))
+        one_hot_G = token_G
+        weight_G = where.total(ops.lookup(*p_G.args, token_G, V))
+        q_QK = torch.full_like(drafts.token_QK, ONE)
     else:
-        q_G = weigh(logits, params.at(row_G), filters, where, V)
-    one_hot_G = torch.where(drawn_QK.flatten(), -1, token_G)
-    usable_G = known_QK.flatten() & (p_G.total_R > 0) & ((one_hot_G >= 0) | (q_G.total_R > 0))
-    mine_G2 = torch.stack([ops.lookup(*row.args, token_G, V) for row in (p_G, q_G)], 1)
-    weight_G, draft_weight_G = where.total(mine_G2).unbind(1)
-    p_QK = ops.probability(weight_G, p_G.total_R).view(Q, K)
-    q_QK = ops.probability(draft_weight_G, q_G.total_R)
-    q_QK = torch.where(one_hot_G >= 0, ONE, q_QK).view(Q, K)
+        q_G = weigh(drafts.logits, params.at(row_G), filters, where, V)
+        one_hot_G = torch.where(drafts.listed(drafts.drawn_QK.to(torch.int64)) > 0, -1, token_G)
+        mine_G2 = torch.stack([ops.lookup(*row.args, token_G, V) for row in (p_G, q_G)], 1)
+        weight_G, draft_weight_G = where.total(mine_G2).unbind(1)
+        q_QK = drafts.grid(ops.probability(draft_weight_G, q_G.total_R))
+        q_QK = torch.where(drafts.drawn_QK, q_QK, ONE)
+        usable_QK = usable_QK & (~drafts.drawn_QK | (drafts.grid(q_G.total_R) > 0))
+    p_QK = drafts.grid(ops.probability(weight_G, p_G.total_R))
     places = Places(p_G, q_G, one_hot_G, torch.full_like(token_G, ONE))
-    return places, p_QK, q_QK, _leading(usable_G.view(Q, K))
+    return places, p_QK, q_QK, usable_QK
 
 
 def _longest_prefix(joint_QK: Tensor, spare_QK: Tensor, coin_QK: Tensor, limit_Q: Tensor) -> Tensor:
@@ -301,6 +361,13 @@ class RejectionSampler:
         step_J = torch.arange(drafts_BK.shape[1] + 1, device=device)
         row_QJ = (begin_Q[:, None] + step_J).clamp(max=last_row)
         request_Q = plan.row_requests[row_QJ[:, 0]]
+        # Drafts are listed in the order of rows, the last row of each request left out. The
+        # compiler would treat 0 or 1 of them as cases of their own.
+        size = plan.draft_capacity
+        if self.compiled and plan.slots:
+            size = max(size, 2)
+        place_QK = (begin_Q - torch.arange(len(begin_Q), device=device))[:, None] + step_J[:-1]
+        place_QK = torch.where(step_J[1:] < count_Q[:, None], place_QK, size)
         cache = self.state.drafts
         first_B = [
             -1 if h else cache.first_row(s) for s, h in zip(plan.slots, one_hot_B, strict=True)
@@ -308,13 +375,23 @@ class RejectionSampler:
         steps_B = [cache.steps(slot) for slot in plan.slots]
         kept_2B = torch.tensor([first_B, steps_B], dtype=torch.int64)
         first_Q, steps_Q = kept_2B.to(device, non_blocking=True)[:, request_Q].unbind(0)
-        drawn_QK = (first_Q >= 0)[:, None].expand(-1, drafts_BK.shape[1])
-        logits = None
+        drafts = Drafts(
+            row_QJ,
+            count_Q,
+            drafts_BK[request_Q],
+            place_QK,
+            torch.empty(size, dtype=torch.int64, device=device),
+            (first_Q >= 0)[:, None].expand(-1, drafts_BK.shape[1]),
+            None,
+        )
+        drafts = drafts._replace(row_G=drafts.listed(row_QJ[:, :-1]))
         if cache.logits_MSw is not None and not all(one_hot_B):
-            kept_QK = drawn_QK & (step_J[:-1] < steps_Q[:, None])
+            kept_QK = drafts.drawn_QK & (step_J[:-1] < steps_Q[:, None])
             rows_QK = torch.where(kept_QK, first_Q[:, None] + step_J[:-1], -1)
-            logits = Logits(cache.logits_MSw, target.first_id_S[:1], rows_QK.flatten())
-        return Drafts(row_QJ, count_Q, drafts_BK[request_Q], drawn_QK, logits)
+            rows_G = drafts.listed(rows_QK)
+            logits = Logits(cache.logits_MSw, target.first_id_S[:1], rows_G)
+            drafts = drafts._replace(logits=logits)
+        return drafts
 
 
 def draft_ids(draft_token_ids: Tensor | Sequence[Sequence[int]], plan: ShardPlan, K: int) -> Tensor:

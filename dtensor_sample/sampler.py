@@ -18,7 +18,7 @@ def draw(
 ) -> Tensor:
     """[R, 3] int64: token id (-1: none is left, or it lies on another rank), NaN logits, failed."""
     row = weigh(logits, params, filters, where, V)
-    picked_R = ops.pick(*row.args, *row.aim(uniform_R, where), V)
+    picked_R = row.pick(uniform_R, where, V) if filters.drawn else row.argmax_R
     drawn_R3: Tensor = ops.answer(picked_R, row.argmax_R, row.nans_R, params.greedy)
     return drawn_R3
 

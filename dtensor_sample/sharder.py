@@ -156,12 +156,13 @@ class BatchSharder:
         holder_B = owners_B if batch else np.zeros_like(owners_B)
         most_rows = int(np.bincount(holder_B, rows_B, holders).max())
         most_requests = int(np.bincount(holder_B, minlength=holders).max())
-        C, requests = most_rows, most_requests
+        most_drafts = int(np.bincount(holder_B, rows_B - 1, holders).max())
+        C, requests, drafts = most_rows, most_requests, most_drafts
         if capacity is not None:
             if not batch:
                 raise ValueError(f'capacity must be None except under "batch", got {capacity}')
             capacity = check.integer("capacity", capacity, most_rows, MOST_ROWS)
-            C, requests = (capacity, capacity) if B else (0, 0)
+            C, requests, drafts = (capacity, capacity, capacity if K else 0) if B else (0, 0, 0)
 
         # Every row of the step in batch order: its request, its place in it, its hidden row.
         first_B = np.cumsum(rows_B) - rows_B
@@ -201,6 +202,7 @@ class BatchSharder:
             local_requests=len(own_B),
             max_requests_per_rank=most_requests,
             request_capacity=requests,
+            draft_capacity=drafts,
             max_rows_per_request=max(rows, default=0),
             filters=filters_of([state.request(slot).params for slot in slots]),
             logits_indices=on_device[0],

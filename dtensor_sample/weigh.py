@@ -28,7 +28,8 @@ class Weighed(NamedTuple):
     scale_R: Tensor
     """float32, log2(e) / temperature."""
     mass_RPC: Tensor
-    """int64, the weight of each part of the whole vocabulary, wherever its segments lie."""
+    """int64, the weight of each part of the whole vocabulary, wherever its segments lie; without
+    parts if no request draws."""
     argmax_R: Tensor
     """int64, the lowest id of the largest value; -1 where a row has no token."""
     nans_R: Tensor
@@ -44,10 +45,11 @@ class Weighed(NamedTuple):
         """int64, the weight of each row: at most 2**62, 0 where it has no token."""
         return self.mass_RPC.sum((1, 2))
 
-    def aim(self, uniform_R: Tensor, where: Exchange) -> tuple[Tensor, Tensor]:
-        """Where this rank's parts begin in each row's running sum, and the point to look for."""
+    def pick(self, uniform_R: Tensor, where: Exchange, vocab_size: int) -> Tensor:
+        """[R] int64: the token that each uniform number points at; -1 if it is not here."""
         start_RPC, point_R = ops.aim(self.mass_RPC, uniform_R)
-        return where.own_segments(start_RPC), point_R
+        picked_R: Tensor = ops.pick(*self.args, where.own_segments(start_RPC), point_R, vocab_size)
+        return picked_R
 
     def at(self, index_Q: Tensor, wanted_Q: Tensor) -> "Weighed":
         """Row `index` for each of Q where it is wanted, a row without tokens elsewhere."""
@@ -65,13 +67,13 @@ def weigh(
     Args:
         logits: R rows.
         params: of each row.
-        filters: which filters any row uses; replicated host data.
+        filters: what any row needs; replicated host data.
         where: the exchange that placed the logits.
         vocab_size: V.
     """
     shape = (params.scale, params.min_p, params.top_k, params.top_p)
-    if where.whole:
-        found = whole(*logits, *shape, *filters, vocab_size)
+    if where.whole and filters.drawn:
+        found = whole(*logits, *shape, filters.top_k, filters.top_p, vocab_size)
     else:
         found = _stages(logits, *shape, filters, where, vocab_size)
     peak_R, floor_R, mass_RPC, argmax_R, nans_R = found
@@ -92,7 +94,9 @@ def _stages(
     peaks_RP, nans_RP = where.segments(ops.peak(*logits, vocab_size)).unbind(2)
     peak_R, argmax_R = ops.unpack_peak(peaks_RP.amax(1))
     floor_R = peak_R + min_p_R
-    if any(filters):
+    if not filters.drawn:
+        return peak_R, floor_R, peaks_RP.new_empty((*peaks_RP.shape, 0)), argmax_R, nans_RP.sum(1)
+    if filters.top_k or filters.top_p:
         wanted = (scale_R, top_k_R, top_p_R)
         floor_R = threshold(logits, peak_R, floor_R, *wanted, filters, where, vocab_size)
     mass_RPC = where.segments(ops.mass(*logits, peak_R, floor_R, scale_R, vocab_size))
@@ -130,9 +134,9 @@ def whole(
         [R] float32 peaks and floors, [R, S, PARTS] int64 masses, [R] int64 argmaxes and NaN counts,
         see `Weighed`.
     """
-    filters, logits = Filters(filter_top_k, filter_top_p), Logits(x_NSv, first_id_S, rows_R)
+    filters = Filters(filter_top_k, filter_top_p, drawn=True)
     shape = (scale_R, min_p_R, top_k_R, top_p_R)
-    return _stages(logits, *shape, filters, HERE, vocab_size)
+    return _stages(Logits(x_NSv, first_id_S, rows_R), *shape, filters, HERE, vocab_size)
 
 
 @whole.register_fake

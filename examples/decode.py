@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=4 examples/decode.py
     python examples/decode.py --chat "Why is the sky blue?" --temperature 0.8 --seed 1
-    python examples/decode.py --speculate ngram "1, 2, 3, 4, 1, 2, 3, 4, 1, 2,"
+    python examples/decode.py --speculate ngram --plot drafts.png "1, 2, 3, 4, 1, 2, 3, 4, 1, 2,"
 
 Runs on CPUs with gloo or on GPUs with nccl, by what is there. Without prompts it continues a few of
 its own, greedily. More prompts than slots wait, and take over the slots of finished requests.
@@ -21,10 +21,11 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 from display import Display, open_display, print_summary
-from drafters import Drafter, ModelDrafter, NgramDrafter
+from drafters import ModelDrafter
 from llama import Batch, Llama, load_llama
 from meter import Meter
 from options import parse_arguments
+from plot import check_plot, draw_plot
 from prompts import Request, make_requests
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,6 +34,8 @@ from weights import Checkpoint, open_checkpoint
 from dtensor_sample import (
     EXCHANGES,
     BatchSharder,
+    Drafter,
+    NgramDrafter,
     RejectionSampler,
     Sampler,
     SamplingState,
@@ -50,6 +53,8 @@ def main() -> None:
     stdout = claim_stdout() if args.json else sys.stdout
     started = perf_counter()
     try:
+        if args.plot is not None:
+            check_plot(args.plot)
         device_type = choose_device()
         checkpoint = open_checkpoint(args.model)
         checkpoint.config.padded(int(os.environ.get("WORLD_SIZE", 1)))
@@ -93,7 +98,7 @@ def main() -> None:
         sampler = RejectionSampler(state, method=args.method, compile=args.compile)
         drafter = NgramDrafter()
         if draft_checkpoint is not None:
-            drafter = ModelDrafter(load(draft_checkpoint), state, greedy=greedy)
+            drafter = ModelDrafter(load(draft_checkpoint), state)
     settings = {
         "mesh": mesh,
         "max_new_tokens": args.max_new_tokens,
@@ -128,7 +133,8 @@ def main() -> None:
         **meter.figures(),
     }
     if drafter is not None:
-        figures["wire_bytes"] += drafter.wire_bytes
+        if isinstance(drafter, ModelDrafter):
+            figures["wire_bytes"] += drafter.wire_bytes
         figures["speculation"] = {
             "drafter": args.speculate if draft_checkpoint is None else draft_checkpoint.name,
             "num_speculative_tokens": args.num_speculative_tokens,
@@ -136,6 +142,9 @@ def main() -> None:
             **meter.speculation(),
         }
     if dist.get_rank() == 0:
+        if args.plot is not None:
+            draw_plot(args.plot, figures, meter.steps)
+            figures["plot"] = str(args.plot)
         print_summary(figures, stderr=args.json)
         if args.json:
             report = {"requests": [request.report() for request in requests], "figures": figures}
@@ -179,6 +188,7 @@ def decode(
         slots = sorted(running)
         step_requests = [running[slot] for slot in slots]
         drafts: list[list[int]] = [[] for _ in slots]
+        one_hot = [True] * len(slots)
         if drafter is not None:
             # A step emits one token more than it accepts: none may lie beyond max_new_tokens.
             limits = [
@@ -187,7 +197,8 @@ def decode(
                 else 0
                 for request in step_requests
             ]
-            drafts = drafter.propose(slots, step_requests, limits)
+            texts = [request.all_token_ids for request in step_requests]
+            drafts, one_hot = drafter.propose(slots, texts, limits)
             meter.lap("draft")
         batch = Batch.pack(
             slots,
@@ -207,7 +218,7 @@ def decode(
         logits = model.lm_head(plan.select(hidden))
         meter.lap("model")
         if isinstance(sampler, RejectionSampler):
-            output = sampler(logits, plan, drafts)
+            output = sampler(logits, plan, drafts, one_hot=one_hot)
             meter.lap("verify")
         else:
             rows = sampler.exchange(logits, plan)
@@ -217,7 +228,8 @@ def decode(
             output = sampler.gather(drawn, plan)
             meter.lap("gather")
         token_ids = output.token_ids.tolist()
-        meter.stop(plan, sharder, sampler, logits.dtype, one_hot=drafter is None or drafter.one_hot)
+        drawn_drafts = any(own and not hot for own, hot in zip(drafts, one_hot, strict=True))
+        meter.stop(plan, sharder, sampler, logits.dtype, one_hot=not drawn_drafts)
 
         for slot, request, own, ids in zip(slots, step_requests, drafts, token_ids, strict=True):
             new = [token_id for token_id in ids if token_id >= 0]

@@ -106,6 +106,8 @@ def print_summary(figures: Mapping[str, Any], *, stderr: bool) -> None:
         "logits received": "{logits_bytes:,} bytes a rank at most",
         "  if replicated": "{replicated_logits_bytes:,} bytes",
     }
+    if "plot" in figures:
+        rows["plot"] = "{plot}"
     if figures["compared"]:
         rows["compared"] = "the same tokens under every exchange, at every step"
     title = "{model} on {ranks} x {device}, {dtype}, exchange {exchange}"
@@ -119,6 +121,7 @@ def _speculation_rows(speculation: Mapping[str, Any]) -> dict[str, str]:
     """What drafts brought, as rows of the table."""
     rows = {
         "tokens/step": "{tokens_per_target_step:.2f} of a prompt",
+        "acceptance length": "{acceptance_length:.2f} tokens of a step with drafts",
         "drafted": "{drafted_tokens} tokens by {drafter}, at most {num_speculative_tokens} a step",
         "accepted": "{accepted_tokens} tokens by {method} verification",
     }

@@ -1,45 +1,10 @@
-"""Where draft tokens come from: the text itself, or a second model.
+"""Drafts from a second model."""
 
-A step of the target verifies all drafts of a request at once and emits one token more than it
-accepts. So drafts decide how many steps a text takes, never how likely it is.
-"""
-
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
 
 from llama import Batch, Llama
-from prompts import Request
 
-from dtensor_sample import BatchSharder, DraftSampler, SamplingState, ngram_drafts
-
-
-class Drafter(Protocol):
-    """Proposes tokens for a step of the target to verify."""
-
-    one_hot: bool
-    """Whether drafts are chosen rather than drawn from a distribution."""
-    wire_bytes: int
-    """Bytes that drawing drafts has made this rank send so far."""
-
-    def propose(
-        self, slots: Sequence[int], requests: Sequence[Request], limits: Sequence[int]
-    ) -> list[list[int]]:
-        """Drafts of the requests in `slots`, up to a limit for each; the same on every rank."""
-        ...
-
-
-class NgramDrafter:
-    """Drafts what followed a request's last tokens when its text had them before."""
-
-    one_hot = True
-    wire_bytes = 0
-
-    def propose(
-        self, slots: Sequence[int], requests: Sequence[Request], limits: Sequence[int]
-    ) -> list[list[int]]:
-        pairs = zip(requests, limits, strict=True)
-        return [ngram_drafts(request.all_token_ids, limit) for request, limit in pairs]
+from dtensor_sample import BatchSharder, DraftSampler, SamplingState
 
 
 class ModelDrafter:
@@ -49,28 +14,34 @@ class ModelDrafter:
     has not seen of the text: all of it at first, later what verification added.
     """
 
-    def __init__(self, model: Llama, state: SamplingState, *, greedy: bool) -> None:
-        self.one_hot = greedy
+    def __init__(self, model: Llama, state: SamplingState) -> None:
         self.wire_bytes = 0
+        """Bytes that drawing drafts has made this rank send so far."""
         self._model, self._state = model, state
         self._sharder, self._sampler = BatchSharder(state), DraftSampler(state)
-        self._num_cached: dict[int, int] = defaultdict(int)
-        """By request, how many tokens the model has cached, drafts included."""
+        self._num_cached: dict[int, tuple[object, int]] = {}
+        """By slot: the request, and how many of its tokens the model has cached, drafts too."""
 
     def propose(
-        self, slots: Sequence[int], requests: Sequence[Request], limits: Sequence[int]
-    ) -> list[list[int]]:
+        self, slots: Sequence[int], token_ids: Sequence[Sequence[int]], limits: Sequence[int]
+    ) -> tuple[list[list[int]], list[bool]]:
         drafts: list[list[int]] = [[] for _ in slots]
-        # Of cached drafts some were refused. The last token never is cached: the target emitted it.
-        cached = [min(self._num_cached[r.index], r.num_tokens - 1) for r in requests]
-        for step in range(max(limits)):
+        requests = [self._state.request(slot) for slot in slots]
+        cached = [0] * len(slots)
+        for i, slot in enumerate(slots):
+            request, count = self._num_cached.get(slot, (None, 0))
+            if request is requests[i]:
+                # Of cached drafts some were refused. The last token never is cached: the target
+                # emitted it.
+                cached[i] = min(count, len(token_ids[i]) - 1)
+        for step in range(max(limits, default=0)):
             # A request without a draft for the step before: the model's logits are not numbers.
             live = [i for i, own in enumerate(drafts) if len(own) == step < limits[i]]
             if not live:
                 break
             batch = Batch.pack(
                 [slots[i] for i in live],
-                [(requests[i].all_token_ids + drafts[i])[cached[i] :] for i in live],
+                [[*token_ids[i], *drafts[i]][cached[i] :] for i in live],
                 [cached[i] for i in live],
                 device=self._state.device,
             )
@@ -79,11 +50,11 @@ class ModelDrafter:
                 [slots[i] for i in live], query_start_loc=batch.query_start_loc
             )
             logits = self._model.lm_head(plan.select(self._model(batch)))
-            token_ids = self._sampler(logits, plan, step=step).tolist()
+            drawn = self._sampler(logits, plan, step=step).tolist()
             self.wire_bytes += plan.cost(logits.dtype).wire_bytes
-            for i, token_id in zip(live, token_ids, strict=True):
-                cached[i] = requests[i].num_tokens + step
+            for i, token_id in zip(live, drawn, strict=True):
+                cached[i] = len(token_ids[i]) + step
                 if token_id >= 0:
                     drafts[i].append(token_id)
-        self._num_cached.update(zip((r.index for r in requests), cached, strict=True))
-        return drafts
+        self._num_cached.update(zip(slots, zip(requests, cached, strict=True), strict=True))
+        return drafts, [request.params.greedy for request in requests]

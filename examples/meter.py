@@ -17,12 +17,15 @@ class Meter:
     def __init__(self, device_type: str) -> None:
         self._cuda = device_type == "cuda"
         self._marks: list[tuple[str, Any]] = []
-        self._steps: list[dict[str, float]] = []
+        self.steps: list[dict[str, float]] = []
+        """Milliseconds of each part of each step."""
         self._exchanges: set[str] = set()
+        self._emitted: Counter[int] = Counter()
+        """By a number of tokens: how often a step brought a request as many."""
         self._drafted: Counter[int] = Counter()
         self._accepted: Counter[int] = Counter()
         self._tokens = self._wire_bytes = self._logits_bytes = self._replicated_bytes = 0
-        self._most_rows = self._request_steps = 0
+        self._most_rows = 0
         self._begin = self._end = 0.0
 
     def start(self) -> None:
@@ -48,7 +51,7 @@ class Meter:
         step: dict[str, float] = defaultdict(float)
         for (_, begin), (part, end) in pairwise(self._marks):
             step[part] += begin.elapsed_time(end) if self._cuda else (end - begin) * 1e3
-        self._steps.append(step)
+        self.steps.append(step)
         self._exchanges.add(plan.exchange.name)
         if isinstance(sampler, RejectionSampler):
             draft_dtype = None if one_hot else dtype
@@ -65,33 +68,36 @@ class Meter:
     def count(self, tokens: int, *, drafted: int = 0, accepted: int = 0) -> None:
         """A request's share of a step: `tokens` of text, and how many drafts were accepted."""
         self._tokens += tokens
-        self._request_steps += 1
+        self._emitted[tokens] += 1
         self._drafted.update(range(drafted))
         self._accepted.update(range(accepted))
 
     def speculation(self) -> dict[str, Any]:
         """What drafts brought."""
+        drafted = [self._drafted[i] for i in range(len(self._drafted))]
+        accepted = [self._accepted[i] for i in range(len(drafted))]
         return {
-            "drafted_tokens": self._drafted.total(),
-            "accepted_tokens": self._accepted.total(),
-            "acceptance_per_position": [
-                self._accepted[i] / self._drafted[i] for i in range(len(self._drafted))
-            ],
-            "acceptance_length": 1 + self._accepted.total() / max(self._drafted[0], 1),
-            "tokens_per_target_step": self._tokens / self._request_steps,
+            "drafted_tokens": sum(drafted),
+            "accepted_tokens": sum(accepted),
+            "drafted_per_position": drafted,
+            "accepted_per_position": accepted,
+            "acceptance_per_position": [a / d for a, d in zip(accepted, drafted, strict=True)],
+            "acceptance_length": 1 + sum(accepted) / max(sum(drafted[:1]), 1),
+            "tokens_per_target_step": self._tokens / self._emitted.total(),
+            "steps_by_tokens": [self._emitted[n] for n in range(1, max(self._emitted) + 1)],
         }
 
     def figures(self) -> dict[str, Any]:
         """The run in numbers; times of a step are medians, bytes are those of one rank."""
         seconds = self._end - self._begin
-        parts = {part: median(step[part] for step in self._steps) for part in self._steps[0]}
+        parts = {part: median(step[part] for step in self.steps) for part in self.steps[0]}
         return {
             "exchange": ", ".join(sorted(self._exchanges)),
             "tokens": self._tokens,
             "seconds": seconds,
             "tokens_per_second": self._tokens / seconds,
-            "steps": len(self._steps),
-            "step_ms": parts | {"total": median(sum(step.values()) for step in self._steps)},
+            "steps": len(self.steps),
+            "step_ms": parts | {"total": median(sum(step.values()) for step in self.steps)},
             "wire_bytes": self._wire_bytes,
             "logits_bytes": self._logits_bytes,
             "replicated_logits_bytes": self._replicated_bytes,

@@ -120,6 +120,13 @@ def parse_arguments() -> argparse.Namespace:
         help="check at every step that ranks agree on their arguments",
     )
     add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw how drafts fared by position and what they brought or, without --speculate, "
+        "where the time of steps went: a .png, .pdf or .svg file (needs matplotlib)",
+    )
+    add(
         "--json",
         action="store_true",
         help="print one JSON object on stdout and everything else on stderr",

@@ -280,3 +280,57 @@ def test_bytes(ranks):
                 "replicate": slots * steps * size,
             }
             assert got == wanted[exchange] * dtype.itemsize
+
+
+def kept_after(mesh, event: str) -> tuple[int, list[int]]:
+    """Of two drawn drafts of a slot: how many are kept after an event, and what they then judge.
+
+    A draft is drawn from logits that leave id 3 alone.
+    """
+    state = SamplingState(mesh, vocab_size=4, max_num_reqs=2, num_speculative_tokens=2, seed=0)
+    state.add(0, SamplingParams())
+    sharder, drafter = BatchSharder(state), DraftSampler(state)
+
+    def logits_of(plan, *ids: int):
+        rows = torch.full((len(ids), 4), -torch.inf)
+        rows[range(len(ids)), ids] = 0
+        return shard_vocab(plan.select(rows.to(mesh.device_type)), mesh)
+
+    for step in range(2):
+        plan = sharder.plan([0])
+        drafter(logits_of(plan, 3), plan, step=step)
+    plan = sharder.plan([0])
+    match event:
+        case "a new block":
+            drafter(logits_of(plan, 3), plan, step=0)
+        case "a greedy block":
+            DraftSampler(state, greedy=True)(logits_of(plan, 3), plan, step=0)
+        case "remove":
+            state.remove(0)
+            state.add(0, SamplingParams())
+        case "sample":
+            Sampler(state)(logits_of(plan, 3), plan)
+        case "verify":
+            RejectionSampler(state)(logits_of(plan, 3), plan, [[]])
+    kept = state.drafts.steps(0)
+    # The target wants ids 1, 1 and 2. Chosen drafts of those pass, and drawn ones that have a q.
+    plan = sharder.plan([0], [3])
+    tokens = RejectionSampler(state)(logits_of(plan, 1, 1, 2), plan, [[1, 1]]).token_ids
+    return kept, tokens[0].tolist()
+
+
+EVENTS = {
+    # Drafts kept, tokens.
+    "a new block": (1, [1, 1, -1]),
+    "a greedy block": (0, [1, 1, 2]),
+    "remove": (0, [1, 1, 2]),
+    "sample": (0, [1, 1, 2]),
+    "verify": (0, [1, 1, 2]),
+}
+
+
+@worlds("cpu:1", "cpu:4")
+@pytest.mark.parametrize("event", EVENTS)
+def test_drafts_are_void_after(ranks, event):
+    """Catches draft logits that outlive the block, or the request, that they were drawn for."""
+    assert ranks.run(kept_after, event) == [EVENTS[event]] * ranks.size

@@ -1,10 +1,12 @@
 """Steps with drafts give the oracle's tokens, wherever rows, drafts and caches lie."""
 
+from collections import defaultdict
 from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_sample import (
     BatchSharder,
@@ -199,6 +201,82 @@ def test_filters_hold_for_every_row(ranks, method):
         for emitted in ranks.run(shaped_steps, method, exchange):
             assert {token for row in emitted for token in row} == {-1, 0, 1}
             assert max(sum(token >= 0 for token in row) for row in emitted) == 4
+
+
+# --- what is read
+
+
+class Reads(TorchDispatchMode):
+    """Records how many rows of logits each op reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[str, list[int]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        space, name = func._schema.name.split("::")
+        if space == "dtensor_sample" and name not in ("uniform", "answer", "aim"):
+            if name in ("probability", "chain", "store"):
+                return func(*args, **(kwargs or {}))
+            self.rows[name].append(len(args[0]) if args[2] is None else len(args[2]))
+        return func(*args, **(kwargs or {}))
+
+
+def reads(mesh, method: str, temperature: float, counts: list[int], drawn: bool) -> dict:
+    """Rows that ops read in a step whose requests have so many drafts each."""
+    state = SamplingState(mesh, vocab_size=9, max_num_reqs=4, num_speculative_tokens=3, seed=0)
+    for slot in range(len(counts)):
+        state.add(slot, SamplingParams(temperature=temperature))
+    sharder, drafter = BatchSharder(state), DraftSampler(state)
+    verifier = RejectionSampler(state, method=method)
+    drafts: list[list[int]] = [[1] * count for count in counts]
+    if drawn:
+        for step in range(max(counts)):
+            slots = [slot for slot, count in enumerate(counts) if count > step]
+            plan = sharder.plan(slots)
+            logits = shard_vocab(plan.select(torch.ones(len(slots), 9)), mesh)
+            for slot, token in zip(slots, drafter(logits, plan, step=step).tolist(), strict=True):
+                drafts[slot][step] = token
+    plan = sharder.plan(range(len(counts)), [1 + count for count in counts])
+    logits = shard_vocab(plan.select(torch.ones(sum(counts) + len(counts), 9)), mesh)
+    with Reads() as recorded:
+        verifier(logits, plan, drafts)
+    return dict(recorded.rows)
+
+
+READS = [
+    # Method, temperature, drafts of each request, drawn: rows that each op reads.
+    ("block", 0.0, [3, 0, 1], False, {"peak": [7]}),
+    ("block", 1.0, [0, 0, 0], False, {"weigh": [3], "pick": [3]}),
+    (
+        "block",
+        1.0,
+        [3, 0, 1],
+        False,
+        {"weigh": [7], "lookup": [4], "residual_mass": [4], "pick": [3], "residual_pick": [3]},
+    ),
+    (
+        "standard",
+        1.0,
+        [3, 0, 1],
+        True,
+        {
+            "weigh": [7, 4],
+            "lookup": [4, 4],
+            "residual_mass": [3],
+            "pick": [3],
+            "residual_pick": [3],
+        },
+    ),
+]
+
+
+@worlds("cpu:1")
+@pytest.mark.parametrize("case", range(len(READS)))
+def test_no_more_is_read_than_needed(ranks, case):
+    """Catches rows weighed where no draft is, for greedy requests, or for drafts not drawn."""
+    *args, wanted = READS[case]
+    assert ranks.run(reads, *args) == [wanted]
 
 
 # --- modes of torch

@@ -21,12 +21,13 @@ from typing import Any
 
 import decode as script
 import numpy as np
+import plot
 import pytest
 import regex  # type: ignore[import-untyped]
 import torch
 import weights
 from display import Display, LineDisplay
-from drafters import Drafter, ModelDrafter, NgramDrafter
+from drafters import ModelDrafter
 from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize
 from llama import Llama, load_llama
@@ -38,6 +39,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_sample import (
+    Drafter,
+    NgramDrafter,
     RejectionSampler,
     Sampler,
     SamplerOutput,
@@ -296,7 +299,6 @@ def speculate(
         return model
 
     model, results = load(path), []
-    greedy = all(own.greedy for own in params)
     for exchange, method, draft_path in runs:
         requests = [
             Request(
@@ -320,7 +322,7 @@ def speculate(
         if method:
             sampler, drafter = RejectionSampler(state, method=method), NgramDrafter()
         if draft_path is not None:
-            drafter = drafter_class(load(draft_path), state, greedy=greedy)
+            drafter = drafter_class(load(draft_path), state)
         meter = Meter(mesh.device_type)
         script.decode(
             model,
@@ -371,7 +373,7 @@ def test_speculation_changes_no_greedy_text(ranks: Ranks, pair: tuple[Path, Path
 class Forgetful(ModelDrafter):
     """Shows its model the whole text again for every block."""
 
-    def propose(self, *args: Any) -> list[list[int]]:
+    def propose(self, *args: Any) -> tuple[list[list[int]], list[bool]]:
         self._num_cached.clear()
         return super().propose(*args)
 
@@ -632,6 +634,8 @@ def test_bad_arguments_are_refused(
         (["--prompt-file", tmp_path / "none"], "no prompt file"),
         (["--prompt-file", empty], "no prompt in"),
         (["--chat", "a"], "the model has no chat template"),
+        (["--plot", tmp_path / "a.txt"], "--plot must end in .png, .pdf, .svg, got .*a.txt"),
+        (["--plot", tmp_path / "none" / "a.png"], "--plot must lie in a folder that exists"),
         ([*own_draft, "--compare", "--temperature", 1], "--compare needs --temperature 0"),
         (["--speculate", "draft", "--draft-model", other], "model's vocabulary of 1003 ids, got 5"),
         (
@@ -701,6 +705,28 @@ def test_models_of_other_kinds_are_refused(tmp_path: Path, small_path: Path) -> 
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             weights.open_checkpoint(tmp_path / name)
+
+
+def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    error = error_of("--plot", tmp_path / "a.png", monkeypatch=monkeypatch)
+    assert "pip install matplotlib" in error
+
+
+def test_a_meter_counts_drafts_by_position() -> None:
+    meter = Meter("cpu")
+    for tokens, drafted, accepted in ((1, 0, 0), (3, 2, 2), (2, 3, 1), (1, 1, 0)):
+        meter.count(tokens, drafted=drafted, accepted=accepted)
+    assert meter.speculation() == {
+        "drafted_tokens": 6,
+        "accepted_tokens": 3,
+        "drafted_per_position": [3, 2, 1],
+        "accepted_per_position": [2, 1, 0],
+        "acceptance_per_position": [2 / 3, 1 / 2, 0.0],
+        "acceptance_length": 2.0,
+        "tokens_per_target_step": 7 / 4,
+        "steps_by_tokens": [2, 1, 1],
+    }
 
 
 def test_too_many_ranks_are_refused(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -781,7 +807,9 @@ def test_json_of_speculation(pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, draft = pair
     arguments: list[object] = ["--model", target, "--draft-model", draft, "--speculate", "draft"]
     arguments += ["--num-speculative-tokens", 3, "--compare", "--json", "Hello", "x"]
+    arguments += ["--plot", tmp_path / "drafts.svg"]
     stdout, stderr = run(DECODE, *arguments, folder=tmp_path)
+    assert (tmp_path / "drafts.svg").read_text().rstrip().endswith("</svg>")
     figures = json.loads(stdout)["figures"]
     assert set(figures["step_ms"]) == {"draft", "plan", "model", "compare", "verify", "total"}
     speculation = figures["speculation"]
@@ -822,7 +850,8 @@ def test_compare_ends_every_rank_if_a_token_differs(ranks: Ranks, small_path: Pa
 def test_one_process(small_path: Path, tmp_path: Path) -> None:
     """Without torchrun: texts in lines, then the figures."""
     arguments = ("--model", small_path, "Hello", "--max-new-tokens", 3)
-    stdout, _ = run(DECODE, *arguments, folder=tmp_path)
+    stdout, _ = run(DECODE, *arguments, "--plot", tmp_path / "steps.png", folder=tmp_path)
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
     assert stdout.startswith("[0] Hello")
     assert "tokens/s" in stdout
 

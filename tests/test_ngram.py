@@ -1,5 +1,6 @@
 """Drafts by prompt lookup against a plain search."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtensor_sample import ngram_drafts
+from dtensor_sample import NgramDrafter
 
 
 def searched(tokens: list[int], k: int, max_n: int, min_n: int) -> list[int]:
@@ -24,16 +25,20 @@ def searched(tokens: list[int], k: int, max_n: int, min_n: int) -> list[int]:
 
 
 @given(
-    tokens=st.lists(st.integers(0, 3), max_size=20),
-    k=st.integers(0, 6),
+    texts=st.lists(
+        st.tuples(st.lists(st.integers(0, 3), max_size=20), st.integers(0, 6)), max_size=5
+    ),
     lengths=st.tuples(st.integers(1, 5), st.integers(1, 5)),
 )
-def test_against_plain_search(tokens, k, lengths):
-    """Catches a match of the suffix with itself, a shorter match preferred, an end overrun."""
+def test_against_plain_search(texts, lengths):
+    """Catches a match with the suffix itself or another text, a shorter one, an end overrun."""
     min_n, max_n = sorted(lengths)
-    drafts = ngram_drafts(tokens, k, max_n=max_n, min_n=min_n)
-    assert drafts == searched(tokens, k, max_n, min_n)
-    assert all(type(token) is int for token in drafts)
+    tokens, limits = [own for own, _ in texts], [k for _, k in texts]
+    drafter = NgramDrafter(max_n=max_n, min_n=min_n)
+    drafts, one_hot = drafter.propose(range(len(texts)), tokens, limits)
+    assert drafts == [searched(own, k, max_n, min_n) for own, k in texts]
+    assert one_hot == [True] * len(texts)
+    assert all(type(token) is int for own in drafts for token in own)
 
 
 EXAMPLES = [
@@ -54,25 +59,29 @@ EXAMPLES = [
 def test_examples(example):
     """Catches a definition that both the search above and the code have wrong."""
     tokens, k, drafts = EXAMPLES[example]
-    assert ngram_drafts(tokens, k) == drafts
     arrays: Any = np.array(tokens, np.int32)
-    assert ngram_drafts(arrays, k) == drafts
+    for text in (tokens, arrays):
+        assert NgramDrafter().propose([5], [text], [k]) == ([drafts], [True])
 
 
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
-        ({"k": -1}, ("k ", "-1", ">= 0")),
-        ({"k": 1.5}, ("k ", "1.5", "integer")),
+        ({"limits": [-1]}, ("limits[0]", "-1", "[0, 2**63)")),
+        ({"limits": [1.5]}, ("limits", "1.5", "integer")),
+        ({"limits": [1, 1]}, ("limits", "1 entries", "2")),
         ({"min_n": 0}, ("min_n", "0", "[1, 3]")),
         ({"max_n": 2, "min_n": 3}, ("min_n", "3", "[1, 2]")),
-        ({"token_ids": [[1]]}, ("token_ids", "[[1]]", "flat")),
-        ({"token_ids": [0.5]}, ("token_ids", "[0.5]", "flat")),
+        ({"max_n": 0}, ("max_n", "0", ">= 1")),
+        ({"token_ids": [[[1]]]}, ("token_ids", "[[1]]", "flat")),
+        ({"token_ids": [[0.5]]}, ("token_ids", "[0.5]", "flat")),
+        ({"token_ids": []}, ("token_ids", "1 entries", "0")),
     ],
 )
 def test_refusals(given, parts):
     """Catches silent acceptance and vague messages."""
-    arguments = {"token_ids": [1, 2, 1], "k": 2} | given
-    with pytest.raises(ValueError, match=parts[0]) as refused:
-        ngram_drafts(arguments.pop("token_ids"), arguments.pop("k"), **arguments)
+    arguments = {"slots": [0], "token_ids": [[1, 2, 1]], "limits": [2]} | given
+    lengths = {name: arguments.pop(name) for name in ("max_n", "min_n") if name in arguments}
+    with pytest.raises(ValueError, match=re.escape(parts[0])) as refused:
+        NgramDrafter(**lengths).propose(**arguments)
     assert all(part in str(refused.value) for part in parts)

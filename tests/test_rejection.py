@@ -58,10 +58,13 @@ class Requests:
             draft_GSV = torch.from_numpy(draft_QKV).reshape(Q * (J - 1), 1, V)
             drafts = Logits(draft_GSV, first_id_S, torch.arange(Q * (J - 1)))
         shape = (Q, J - 1)
+        row_QJ = torch.arange(Q * J).view(Q, J)
         self.drafts = rejection.Drafts(
-            row_QJ=torch.arange(Q * J).view(Q, J),
+            row_QJ=row_QJ,
             count_Q=torch.full((Q,), J),
             token_QK=torch.from_numpy(token_QK),
+            place_QK=torch.arange(Q * (J - 1)).view(shape),
+            row_G=row_QJ[:, :-1].flatten(),
             drawn_QK=torch.full(shape, drafts is not None),
             logits=drafts,
         )

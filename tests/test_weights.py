@@ -8,6 +8,7 @@ import torch
 
 from dtensor_sample import ops
 from dtensor_sample import random as streams
+from dtensor_sample.ops import values as ops_values
 from tests import oracle
 from tests.batches import library_weights
 
@@ -63,6 +64,30 @@ def test_mass_of_a_rare_tail():
         tail = (int(weights.sum()) - int(weights[77])) / int(weights[77])
         half_a_unit = 0.5 / (math.exp(-gap) * 2 ** oracle.weight_bits(size))
         assert tail == pytest.approx((size - 1) * math.exp(-gap), rel=1e-6 + half_a_unit)
+
+
+def test_fused_multiply_add():
+    """Catches a sum that is rounded twice: halfway after the first, and then the wrong way."""
+    cases = [
+        # 2**-24 and a little more beside 1; a little less beside a number that ends in 1; neither.
+        (641 * 2.0**-28, 6700417 * 2.0**-28, 1.0, 1 + 2.0**-23),
+        ((1 + 2.0**-23) * 2.0**-12, (1 - 2.0**-23) * 2.0**-12, 1 + 2.0**-23, 1 + 2.0**-23),
+        (0.5, 0.25, 1.0, 1.125),
+    ]
+    for a, b, c, wanted in cases:
+        for others in ((), (0.5, -0.25)):  # the same beside numbers that need no care
+            x, y = (torch.tensor([one, *others], dtype=torch.float64) for one in (a, b))
+            assert ops_values._fused_multiply_add(x, y, c)[0] == wanted
+
+
+def test_weights_in_blocks(monkeypatch):
+    """Catches a block of tokens weighed by another row's numbers, or not at all."""
+    value_RSv = torch.randn(5, 3, 11, generator=torch.Generator().manual_seed(0)) * 3
+    of_rows = (value_RSv.amax((1, 2)), torch.linspace(-4, 0, 5), torch.linspace(1, 3, 5), 33)
+    whole = ops_values.weights(value_RSv, *of_rows)
+    for at_once in (1, 7, 40, 80):
+        monkeypatch.setattr(ops_values, "_AT_ONCE", at_once)
+        assert torch.equal(ops_values.weights(value_RSv, *of_rows), whole)
 
 
 SEEDS = (0, 1, 2**31, 2**32, 2**32 + 1, 2**63 - 1, 2**63, 2**64 - 1)

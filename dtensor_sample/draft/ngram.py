@@ -11,40 +11,69 @@ import numpy as np
 from dtensor_sample import check
 
 
-def ngram_drafts(token_ids: Sequence[int], k: int, *, max_n: int = 3, min_n: int = 1) -> list[int]:
-    """Up to `k` tokens that followed an earlier occurrence of a request's last tokens.
+class NgramDrafter:
+    """Drafts tokens that followed an earlier occurrence of a request's last tokens.
 
     The longest suffix that occurred before counts, of n tokens from `max_n` down to `min_n`. Of its
-    occurrences the most recent one that `k` tokens follow is read; if none has as many, the first,
-    which most tokens follow. Host arithmetic, a function of its arguments: the same on every rank.
+    occurrences the most recent one that as many tokens as wanted follow is read; if none has as
+    many, the first, which most tokens follow. A request whose suffixes are all new has no drafts.
+
+    Host arithmetic over all requests at once, a function of its arguments: the same on every rank.
 
     Args:
-        token_ids: the request's own tokens, prompt and output; ids >= 0.
-        k: how many drafts at most, >= 0.
         max_n: tokens of the longest suffix to look for.
         min_n: tokens of the shortest, in [1, max_n].
-
-    Returns:
-        0 to `k` ids; none when no suffix occurred before.
 
     Raises:
         ValueError: names the argument.
 
     Example:
-        >>> ngram_drafts([7, 1, 2, 3, 9, 1, 2], 3)
-        [3, 9, 1]
+        >>> NgramDrafter().propose([0], [[7, 1, 2, 3, 9, 1, 2]], [3])
+        ([[3, 9, 1]], [True])
     """
-    k, max_n = check.integer("k", k, low=0), check.integer("max_n", max_n, low=1)
-    min_n = check.integer("min_n", min_n, 1, max_n)
-    tokens = np.asarray(token_ids)
-    if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and tokens.size):
-        raise ValueError(f"token_ids must be a flat list of ids, got {token_ids!r}")
-    for n in range(min(max_n, len(tokens) - 1), min_n - 1, -1):
-        # What follows each earlier occurrence; the suffix itself is not one.
-        windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], n)
-        after = np.flatnonzero((windows == tokens[-n:]).all(1)) + n
-        if after.size and k:
-            enough = after[after + k <= len(tokens)]
-            begin = enough[-1] if enough.size else after[0]
-            return [int(token) for token in tokens[begin : begin + k]]
-    return []
+
+    def __init__(self, *, max_n: int = 3, min_n: int = 1) -> None:
+        self.max_n = check.integer("max_n", max_n, low=1)
+        self.min_n = check.integer("min_n", min_n, 1, self.max_n)
+
+    def propose(
+        self, slots: Sequence[int], token_ids: Sequence[Sequence[int]], limits: Sequence[int]
+    ) -> tuple[list[list[int]], list[bool]]:
+        """See `Drafter`; raises ValueError, naming the argument."""
+        B = len(slots)
+        k_B = np.array(check.integers("limits", limits, B, 0, check.INT64_MAX), dtype=np.int64)
+        if len(token_ids) != B:
+            raise ValueError(f"token_ids must have {B} entries, got {len(token_ids)}")
+        texts = [_flat(f"token_ids[{i}]", tokens) for i, tokens in enumerate(token_ids)]
+
+        # All texts behind one another. An occurrence is known by the place t right after it.
+        text_T = np.concatenate([np.empty(0, np.int64), *texts])
+        size_B = np.array([len(tokens) for tokens in texts], dtype=np.int64)
+        end_B = size_B.cumsum()
+        request_T = np.repeat(np.arange(B), size_B)
+        t, start_T, end_T = np.arange(len(text_T)), (end_B - size_B)[request_T], end_B[request_T]
+
+        # How many of the tokens before each place are those before the end of its text.
+        common_T = np.zeros_like(t)
+        for n in range(1, min(self.max_n, len(t)) + 1):
+            same_T = text_T[t - n] == text_T[end_T - n]
+            common_T += same_T & (t - n >= start_T) & (common_T == n - 1)
+        longest_B = np.zeros(B, np.int64)
+        np.maximum.at(longest_B, request_T, common_T)
+        after_T = (common_T == longest_B[request_T]) & (common_T >= self.min_n)
+
+        first_B, last_B = end_B.copy(), np.full(B, -1)
+        np.minimum.at(first_B, request_T[after_T], t[after_T])
+        enough_T = after_T & (k_B[request_T] <= end_T - t)
+        np.maximum.at(last_B, request_T[enough_T], t[enough_T])
+        begin_B = np.where(last_B >= 0, last_B, first_B)
+        stop_B = begin_B + np.minimum(k_B, end_B - begin_B)
+        drafts = [text_T[a:b].tolist() for a, b in zip(begin_B, stop_B, strict=True)]
+        return drafts, [True] * B
+
+
+def _flat(name: str, tokens: Sequence[int]) -> np.ndarray:
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise ValueError(f"{name} must be a flat list of ids, got {tokens!r}")
+    return array.astype(np.int64)

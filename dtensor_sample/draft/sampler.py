@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dtensor_sample import check, ops
+from dtensor_sample.params import filters_of
 from dtensor_sample.plan import ShardPlan
 from dtensor_sample.random import DRAFT
 from dtensor_sample.sampler import draw
@@ -56,11 +57,12 @@ class DraftSampler:
             draft_logits, state, most_rows=1, error=error, step=step, greedy=self.greedy
         )
         state.drafts.write(rows, plan, step, kept, draft_logits.shape[-1])
-        params = plan.row_params()
+        params, filters = plan.row_params(), plan.filters
         if self.greedy:
             params = params._replace(greedy=torch.ones_like(params.greedy))
+            filters = filters_of([])
         position_R = plan.row_positions()
         step_R = torch.full_like(position_R, step)
         uniform_R = ops.uniform(params.seed, position_R, step_R, DRAFT)
-        drawn_RW = draw(rows, params, uniform_R, plan.filters, plan.exchange, state.vocab_size)
+        drawn_RW = draw(rows, params, uniform_R, filters, plan.exchange, state.vocab_size)
         return plan.settle(drawn_RW)[:, 0]

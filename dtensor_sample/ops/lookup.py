@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dtensor_sample.ops.sharding import shard_like
-from dtensor_sample.ops.values import count_rows, token_ids, values, weights
+from dtensor_sample.ops.values import count_rows, values_at, weights
 
 
 @torch.library.custom_op("dtensor_sample::lookup", mutates_args=())
@@ -28,10 +28,11 @@ def lookup(
     Returns:
         [R] int64: its weight, 0 where the token is not kept or lies in no segment here.
     """
-    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
-    weight_RSv = weights(value_RSv, peak_R, floor_R, scale_R, vocab_size)
-    here_RSv = token_ids(x_NSv, first_id_S) == token_R[:, None, None]
-    return (weight_RSv * here_RSv).sum((1, 2))
+    column_RS = token_R[:, None] - first_id_S
+    segment_RS = torch.arange(x_NSv.shape[1], device=x_NSv.device).expand_as(column_RS)
+    logits = (x_NSv, first_id_S, rows_R)
+    value_R1S, _ = values_at(*logits, segment_RS, column_RS, vocab_size)
+    return weights(value_R1S, peak_R, floor_R, scale_R, vocab_size).sum((1, 2))
 
 
 @lookup.register_fake

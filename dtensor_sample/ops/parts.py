@@ -29,17 +29,33 @@ def part_sums(amount_RSv: Tensor) -> Tensor:
     return sum_RSC
 
 
-def first_beyond(amount_RSv: Tensor, start_RSC: Tensor, point_R: Tensor, id_Sv: Tensor) -> Tensor:
+def part_of(start_RSC: Tensor, point_R: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """[R, W] segments and columns of the part that holds each row's point, if one here does.
+
+    Where none does the columns are none of the segment's or, after the last part here, hold less.
+
+    Args:
+        start_RSC: [R, S, PARTS] int64, the sum of everything before each part (see `aim`).
+        point_R: [R] int64.
+        width: columns of a segment.
+    """
+    # The last part to begin at or before the point: those with the same start are empty.
+    at_R1 = ((start_RSC.flatten(1) <= point_R[:, None]).sum(1) - 1)[:, None]
+    columns, place_W = part_width(width), torch.arange(part_width(width), device=point_R.device)
+    column_RW = torch.where(at_R1 < 0, -1, at_R1 % PARTS * columns + place_W)
+    return (at_R1.clamp(min=0) // PARTS).expand_as(column_RW), column_RW
+
+
+def first_beyond(amount_RW: Tensor, start_RSC: Tensor, point_R: Tensor, id_RW: Tensor) -> Tensor:
     """[R] int64: the lowest id whose running sum exceeds the point, -1 if none of these does.
 
     Args:
-        amount_RSv: [R, S, v] int64, >= 0.
-        start_RSC: [R, S, PARTS] int64, the sum of everything before each part (see `aim`).
-        point_R: [R] int64.
-        id_Sv: [S, v] int64.
+        amount_RW: [R, W] int64, >= 0, of the columns that `part_of` gives.
+        start_RSC, point_R: see `part_of`.
+        id_RW: [R, W] int64.
     """
-    point_R11, start_RS1 = point_R[:, None, None], start_RSC[:, :, :1]
-    hit_RSv = (amount_RSv.cumsum(2) + start_RS1 > point_R11) & (start_RS1 <= point_R11)
+    before_R = start_RSC.flatten(1).masked_fill(start_RSC.flatten(1) > point_R[:, None], 0).amax(1)
+    hit_RW = before_R[:, None] + amount_RW.cumsum(1) > point_R[:, None]
     nowhere = torch.iinfo(torch.int64).max
-    id_R = torch.where(hit_RSv, id_Sv, nowhere).amin((1, 2))
+    id_R = torch.where(hit_RW, id_RW, nowhere).amin(1)
     return torch.where(id_R == nowhere, -1, id_R)

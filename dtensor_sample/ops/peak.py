@@ -9,7 +9,6 @@ from dtensor_sample.ops.values import (
     count_rows,
     from_ordered_keys,
     ordered_keys,
-    token_ids,
     values,
 )
 
@@ -31,9 +30,10 @@ def peak(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: i
     Example: for logits [1, 7, 7] the packed maximum holds the key of 7.0 and id 1.
     """
     value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
-    id_Sv = token_ids(x_NSv, first_id_S)
-    packed_RSv = ordered_keys(value_RSv) << _ID_BITS | _LAST_ID - id_Sv.clamp(max=_LAST_ID)
-    return torch.stack([packed_RSv.amax(2), count_nans(x_NSv, first_id_S, rows_R, vocab_size)], 2)
+    value_RS, column_RS = value_RSv.max(2)  # the first of equal ones
+    id_RS = (first_id_S + column_RS).clamp(max=_LAST_ID)
+    packed_RS = ordered_keys(value_RS) << _ID_BITS | _LAST_ID - id_RS
+    return torch.stack([packed_RS, count_nans(x_NSv, first_id_S, rows_R, vocab_size)], 2)
 
 
 @peak.register_fake

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from dtensor_sample.ops.parts import first_beyond
+from dtensor_sample.ops.parts import first_beyond, part_of
 from dtensor_sample.ops.sharding import shard_like
-from dtensor_sample.ops.values import count_rows, token_ids, values, weights
+from dtensor_sample.ops.values import count_rows, values_at, weights
 
 
 @torch.library.custom_op("dtensor_sample::pick", mutates_args=())
@@ -33,9 +33,10 @@ def pick(
 
     Example: weights [4, 0, 2] and point 4 give id 2; point 3 gives id 0.
     """
-    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
-    weight_RSv = weights(value_RSv, peak_R, floor_R, scale_R, vocab_size)
-    return first_beyond(weight_RSv, start_RSC, point_R, token_ids(x_NSv, first_id_S))
+    at = part_of(start_RSC, point_R, x_NSv.shape[2])
+    value_R1W, id_R1W = values_at(x_NSv, first_id_S, rows_R, *at, vocab_size)
+    weight_R1W = weights(value_R1W, peak_R, floor_R, scale_R, vocab_size)
+    return first_beyond(weight_R1W[:, 0], start_RSC, point_R, id_R1W[:, 0])
 
 
 @pick.register_fake

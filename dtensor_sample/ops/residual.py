@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dtensor_sample.ops.parts import PARTS, first_beyond, part_sums
+from dtensor_sample.ops.parts import PARTS, first_beyond, part_of, part_sums
 from dtensor_sample.ops.sharding import shard_like
-from dtensor_sample.ops.values import count_rows, token_ids, values, weights
+from dtensor_sample.ops.values import count_rows, token_ids, values, values_at, weights
 
 ONE = 1 << 60
 """Probability 1."""
@@ -90,9 +90,15 @@ def residual_mass(
     Returns:
         [R, S, PARTS] int64 in units of 2**-60.
     """
-    target = (x_NSv, first_id_S, rows_R, peak_R, floor_R, scale_R, total_R, ratio_R)
-    draft = (draft_MSw, draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
-    return part_sums(_residuals(*target, *draft, one_hot_R, vocab_size))
+    segments, width = x_NSv.shape[1:]
+    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
+    p_RSv = _units_of(value_RSv, peak_R, floor_R, scale_R, total_R, ratio_R, vocab_size)
+    draft_RSw = values(draft_MSw, first_id_S[:1], draft_rows_R, vocab_size)
+    draft = (draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
+    q_RW = _units_of(draft_RSw, *draft, ONE, vocab_size).flatten(1)
+    q_RW = pad(q_RW, (0, segments * width - q_RW.shape[1]))  # ids line up; padding weighs nothing
+    hot_RSv = token_ids(x_NSv, first_id_S) == one_hot_R[:, None, None]
+    return part_sums(_residuals(p_RSv, q_RW.unflatten(1, (segments, width)), hot_RSv))
 
 
 @residual_mass.register_fake
@@ -149,10 +155,17 @@ def residual_pick(
     Returns:
         [R] int64: the id, or -1 where no segment here holds the point.
     """
-    target = (x_NSv, first_id_S, rows_R, peak_R, floor_R, scale_R, total_R, ratio_R)
-    draft = (draft_MSw, draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
-    residual_RSv = _residuals(*target, *draft, one_hot_R, vocab_size)
-    return first_beyond(residual_RSv, start_RSC, point_R, token_ids(x_NSv, first_id_S))
+    width = x_NSv.shape[2]
+    segment_RW, column_RW = part_of(start_RSC, point_R, width)
+    at = (segment_RW, column_RW, vocab_size)
+    value_R1W, id_R1W = values_at(x_NSv, first_id_S, rows_R, *at)
+    p_R1W = _units_of(value_R1W, peak_R, floor_R, scale_R, total_R, ratio_R, vocab_size)
+    at = (torch.zeros_like(segment_RW), segment_RW * width + column_RW, vocab_size)
+    draft_R1W, _ = values_at(draft_MSw, first_id_S[:1], draft_rows_R, *at)
+    draft = (draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
+    q_R1W = _units_of(draft_R1W, *draft, ONE, vocab_size)
+    residual_R1W = _residuals(p_R1W, q_R1W, id_R1W == one_hot_R[:, None, None])
+    return first_beyond(residual_R1W[:, 0], start_RSC, point_R, id_R1W[:, 0])
 
 
 @residual_pick.register_fake
@@ -182,41 +195,27 @@ def _(
 def _units(weight: Tensor, total: Tensor, ratio: Tensor | int) -> Tensor:
     """Weight / total * ratio for a ratio in units of 2**-60, in the same units, truncated."""
     factor = ratio / total.clamp(min=1).double()
-    return (weight.double() * factor).clamp(max=float(ONE)).to(torch.int64)
+    return weight.double().mul_(factor).clamp_(max=float(ONE)).to(torch.int64)
 
 
-def _residuals(
-    x_NSv: Tensor,
-    first_id_S: Tensor,
-    rows_R: Tensor | None,
+def _units_of(
+    value_RSv: Tensor,
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
     total_R: Tensor,
-    ratio_R: Tensor,
-    draft_MSw: Tensor,
-    draft_rows_R: Tensor,
-    draft_peak_R: Tensor,
-    draft_floor_R: Tensor,
-    draft_scale_R: Tensor,
-    draft_total_R: Tensor,
-    one_hot_R: Tensor,
+    ratio_R: Tensor | int,
     vocab_size: int,
 ) -> Tensor:
-    """[R, S, v] int64 residuals in units of 2**-60."""
-    of_row = (slice(None), None, None)
-    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
+    """[R, S, v] int64: `_units` of values."""
     weight_RSv = weights(value_RSv, peak_R, floor_R, scale_R, vocab_size)
-    p_RSv = _units(weight_RSv, total_R[of_row], ratio_R[of_row])
+    ratio = ratio_R if isinstance(ratio_R, int) else ratio_R[:, None, None]
+    return _units(weight_RSv, total_R[:, None, None], ratio)
 
-    draft_RSw = values(draft_MSw, first_id_S[:1], draft_rows_R, vocab_size)
-    draft_weight_RSw = weights(draft_RSw, draft_peak_R, draft_floor_R, draft_scale_R, vocab_size)
-    q_RW = _units(draft_weight_RSw, draft_total_R[of_row], ONE).flatten(1)
-    segments, width = x_NSv.shape[1:]
-    q_RW = pad(q_RW, (0, segments * width - q_RW.shape[1]))  # ids line up; padding weighs nothing
-    drafted_RSv = token_ids(x_NSv, first_id_S) == one_hot_R[of_row]
-    q_RSv = torch.where(drafted_RSv, ONE, q_RW.unflatten(1, (segments, width)))
-    return (p_RSv - q_RSv).clamp(min=0)
+
+def _residuals(p_RSv: Tensor, q_RSv: Tensor, hot_RSv: Tensor) -> Tensor:
+    """Max(p - q, 0), in place of p; q is 1 where hot."""
+    return p_RSv.sub_(q_RSv).clamp_(min=0).masked_fill_(hot_RSv, 0)
 
 
 shard_like(torch.ops.dtensor_sample.probability.default, "row", "row row")

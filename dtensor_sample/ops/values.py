@@ -17,6 +17,8 @@ approximate `exp2` 23 us, but no CPU knows its bits. Float32 `exp` on CPUs diffe
 body and tail, and between eager and compiled code.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,9 @@ COEFFICIENTS = (1.0, 0.69314702, 0.24022232, 0.05550685, 0.00967197, 0.00132777)
 """Of 2**f on [-1/2, 1/2], constant term first; as float32."""
 LOWEST_EXPONENT = -64.0
 """A token with a smaller exponent weighs nothing, whatever the vocabulary size."""
+
+_AT_ONCE = 1 << 16
+"""Tokens to weigh at once: what lies between the passes over them then stays in a core's cache."""
 
 
 def weight_bits(vocab_size: int) -> int:
@@ -47,12 +52,39 @@ def values(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size:
         rows_R: [R] int64, which rows; -1 stands for a row of -inf. None: all N.
         vocab_size: ids from here on do not exist.
     """
-    top = torch.finfo(x_NSv.dtype).max
-    x_RSv = _rows(x_NSv, rows_R).float() + 0.0
-    outside_RSv = (token_ids(x_NSv, first_id_S) >= vocab_size)[None] | x_RSv.isnan()
+    value_RSv = _clean(_rows(x_NSv, rows_R))
+    value_RSv.masked_fill_(token_ids(x_NSv, first_id_S) >= vocab_size, -torch.inf)
     if rows_R is not None:
-        outside_RSv |= (rows_R < 0)[:, None, None]
-    return torch.where(outside_RSv, -torch.inf, x_RSv).clamp(max=top)
+        value_RSv.masked_fill_((rows_R < 0)[:, None, None], -torch.inf)
+    return value_RSv
+
+
+def values_at(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    segment_RW: Tensor,
+    column_RW: Tensor,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """[R, 1, W] values of a few columns of each row, and their ids; arguments as in `values`.
+
+    Of columns that there are not the value is -inf, and the id means nothing.
+    """
+    row_R = torch.arange(len(x_NSv), device=x_NSv.device) if rows_R is None else rows_R
+    exists_RW = (row_R >= 0)[:, None] & (column_RW >= 0) & (column_RW < x_NSv.shape[2])
+    id_RW = first_id_S[segment_RW] + column_RW
+    exists_RW &= id_RW < vocab_size
+    column_RW = column_RW.clamp(0, x_NSv.shape[2] - 1)
+    value_RW = _clean(x_NSv[row_R.clamp(min=0)[:, None], segment_RW, column_RW])
+    return torch.where(exists_RW, value_RW, -torch.inf)[:, None], id_RW[:, None]
+
+
+def _clean(x: Tensor) -> Tensor:
+    """A float32 copy without NaN, +inf and -0."""
+    copy = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    top = torch.finfo(x.dtype).max
+    return copy.add_(0.0).nan_to_num_(nan=-torch.inf, posinf=top, neginf=-torch.inf)
 
 
 def count_nans(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int) -> Tensor:
@@ -83,20 +115,31 @@ def weights(
         scale_R: float32, log2(e) / temperature.
         vocab_size: V, fixes S.
     """
-    below_RSv = (value_RSv - peak_R[:, None, None]).clamp(min=-torch.finfo(torch.float32).max)
-    exponent_RSv = below_RSv.double() * scale_R[:, None, None]
-    kept_RSv = (value_RSv >= floor_R[:, None, None]) & (value_RSv > -torch.inf)
-    kept_RSv &= exponent_RSv >= LOWEST_EXPONENT
-    exponent_RSv = torch.where(kept_RSv, exponent_RSv, LOWEST_EXPONENT)
-    whole_RSv = exponent_RSv.round()
-    power_RSv = _power((exponent_RSv - whole_RSv).float()).double()
-    shift_RSv = whole_RSv.to(torch.int64) + weight_bits(vocab_size)
-    factor_RSv = (shift_RSv + 1023 << 52).view(torch.float64)
-    return (power_RSv * factor_RSv + 0.5).to(torch.int64)
+    weight_RSv = torch.empty_like(value_RSv, dtype=torch.int64)
+    R, S, v = value_RSv.shape
+    columns = max(1, _AT_ONCE // max(S, 1))
+    rows = max(1, _AT_ONCE // max(S * min(columns, v), 1))
+    for r, c in itertools.product(range(0, R, rows), range(0, v, columns)):
+        here = (slice(r, r + rows), slice(None), slice(c, c + columns))
+        peak, floor, scale = (x[r : r + rows, None, None] for x in (peak_R, floor_R, scale_R))
+        weight_RSv[here] = _weights(value_RSv[here], peak, floor, scale, vocab_size)
+    return weight_RSv
+
+
+def _weights(value: Tensor, peak: Tensor, floor: Tensor, scale: Tensor, vocab_size: int) -> Tensor:
+    lowest = -torch.finfo(torch.float32).max
+    dropped = value < floor.clamp(min=lowest)
+    below = (value - peak).clamp_(min=lowest)
+    exponent = below.double().mul_(scale.double())
+    exponent.masked_fill_(dropped, LOWEST_EXPONENT).clamp_(min=LOWEST_EXPONENT)
+    whole = exponent.round()
+    power = _power((exponent - whole).float().double())
+    biased = whole.add_(weight_bits(vocab_size) + 1023).to(torch.int64)
+    return power.mul_((biased << 52).view(torch.float64)).add_(0.5).to(torch.int64)
 
 
 def _power(fraction: Tensor) -> Tensor:
-    """2**fraction in float32 by fused multiply-adds."""
+    """2**fraction by fused multiply-adds of float32 numbers, which float64 holds here."""
     coefficients = torch.tensor(COEFFICIENTS, dtype=torch.float32).tolist()
     power = torch.full_like(fraction, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
@@ -105,25 +148,25 @@ def _power(fraction: Tensor) -> Tensor:
 
 
 def _fused_multiply_add(a: Tensor, b: Tensor, c: float) -> Tensor:
-    """Float32 a * b + c > 0 rounded once, for |a * b| <= c.
+    """Float32 a * b + c > 0 rounded once, for |a * b| <= c; all held in float64.
 
     Float64 holds the product exactly. The sum may have to be rounded to float64 and then again to
     float32, which goes wrong where the first rounding ends halfway between two float32: there the
     error of the first decides.
     """
-    product = a.double() * b.double()
-    total = product + c
-    halfway = (total.view(torch.int64) & (1 << 29) - 1) == 1 << 28
-    if halfway.any():
-        error = product - (total - c)
+    total = torch.addcmul(torch.full((), c, dtype=a.dtype, device=a.device), a, b)
+    # Halfway, the low 29 bits are a one and zeros: so rare that one look at all low words pays.
+    if (total.view(torch.int32) << 3).amin() == -(1 << 31):
+        halfway = (total.view(torch.int64) & (1 << 29) - 1) == 1 << 28
+        error = a * b - (total - c)
         total = (total.view(torch.int64) + error.sign().to(torch.int64) * halfway).view(total.dtype)
-    return total.float()
+    return total.float().double()
 
 
 def ordered_keys(value: Tensor) -> Tensor:
     """Float32 values as int64 in [0, 2**32) of the same order; values must not be NaN or -0."""
-    bits = value.view(torch.int32).to(torch.int64)
-    return torch.where(bits >= 0, bits + (1 << 31), -1 - bits)
+    bits = value.view(torch.int32)
+    return (bits ^ (bits >> 31 & (1 << 31) - 1)).to(torch.int64) + (1 << 31)
 
 
 def from_ordered_keys(key: Tensor) -> Tensor:
