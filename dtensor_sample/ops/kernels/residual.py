@@ -186,6 +186,14 @@ def _residual_mass_kernel(
     careful = 0
     if EXACT:
         end = (begin + G) * part_columns
+        if is_tame(peak, scale, TOP) & (end <= count) & (left == 0):
+            careful = part_columns // LANES * LANES
+            for step in range(0, careful, LANES):
+                values = load(x, column + step, stride_v, None, UNIT)
+                p = probability_units(
+                    values, peak, least, lowest, scale, factor, "least", unit_bits, EXACT
+                )
+                total += tl.where(column + step == hot, 0, p)
         tame = is_tame(peak, scale, TOP) & is_tame(draft_peak, draft_scale, DRAFT_TOP)
         if tame & (end <= count) & (end <= left):
             careful = part_columns // LANES * LANES
