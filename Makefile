@@ -10,6 +10,7 @@ RANKS := 2
 
 # The files below are touched when their step is done; an own PYTHON needs none of them.
 READY := $(if $(filter $(VENV)/%,$(PYTHON)),$(VENV)/.model-done)
+SPLIT := $(if $(READY),-n 2 --dist loadfile)
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -26,10 +27,10 @@ decode: $(READY)  ## generate text with a real model on 4 ranks of this machine
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --nproc_per_node=4 examples/decode.py $(ARGS)
 
 test: $(READY)  ## run the tests, but for slow ones
-	$(PYTHON) -m pytest -m "not slow" $(ARGS)
+	$(PYTHON) -m pytest -m "not slow" $(SPLIT) $(ARGS)
 
 test-slow: $(READY)  ## run the slow tests that need no CUDA devices
-	$(PYTHON) -m pytest -m "slow and not gpu" $(ARGS)
+	$(PYTHON) -m pytest -m "slow and not gpu" $(SPLIT) $(ARGS)
 
 test-all: $(READY)  ## run the tests, slow ones included
 	$(PYTHON) -m pytest $(ARGS)

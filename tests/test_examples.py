@@ -154,6 +154,7 @@ def default_reference(default: weights.Checkpoint) -> Any:
 
 
 @worlds("cpu:4")
+@pytest.mark.slow
 def test_default_model_equals_transformers(
     ranks: Ranks, default: weights.Checkpoint, default_reference: Any
 ) -> None:

@@ -15,13 +15,13 @@ from tests.kernel_cases import KINDS, SMALL, mismatches, numbers, params
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found 0")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("cases", ["quick", pytest.param("all", marks=pytest.mark.slow)])
-def test_kernels_in_the_interpreter(cases):
+def test_kernels_in_the_interpreter():
     """Catches a kernel that rounds, counts or cuts off otherwise than its twin, without a GPU."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernel_cases", cases],
+        [sys.executable, "-W", "ignore", "-m", "tests.kernel_cases"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
