@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--filters", nargs="+", default=["off", "on"], choices=list(FILTERS))
     parser.add_argument("--rounds", type=int, default=30, metavar="N", help="default 30")
-    parser.add_argument("--output", type=Path, metavar="NAME", help="write NAME.csv and NAME.md")
+    parser.add_argument("--output", type=Path, metavar="NAME", help="write NAME.csv, .md and .png")
+    parser.add_argument("--draw", type=Path, metavar="CSV", help="only draw what was measured once")
     args = parser.parse_args()
     if min(*args.rows, args.vocab, args.rounds) < 1:
         parser.error("--rows, --vocab and --rounds must be at least 1")
     if args.output is not None and not args.output.parent.is_dir():
         parser.error(f"--output: no folder {args.output.parent}")
+    if args.draw is not None and not args.draw.is_file():
+        parser.error(f"--draw: no file {args.draw}")
     return args
 
 
@@ -292,8 +295,43 @@ def report(records: list[dict[str, Any]], args: argparse.Namespace, mesh: Device
     return "\n".join(lines) + "\n"
 
 
+def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A picture of time and of memory over rows."""
+    from matplotlib.figure import Figure
+
+    panels = [
+        ("us", "off", "microseconds a step, no filter"),
+        ("us", "on", "the same, top-k 50 and top-p 0.95"),
+        ("extra_mib", "on", "MiB beyond the logits, with filters"),
+    ]
+    names = list(dict.fromkeys(record["way"] for record in records))
+    figure = Figure(figsize=(13, 4.2), dpi=150, layout="constrained")
+    for ax, (field, filters, title) in zip(figure.subplots(1, 3), panels, strict=True):
+        for i, name in enumerate(names):
+            points = [
+                (int(record["rows"]), float(record[field]))
+                for record in records
+                if (record["way"], record["filters"]) == (name, filters)
+                and float(record[field] or 0) > 0  # a logarithm has no place for the others
+            ]
+            if points:
+                own = name in EXCHANGES
+                ax.plot(
+                    *zip(*points, strict=True), "o-" if own else "s--", label=name, color=f"C{i}"
+                )
+        ax.set(xscale="log", yscale="log", xlabel="rows", title=title)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.3)
+        ax.legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
 def main() -> None:
     args = parse()
+    if args.draw is not None:
+        with args.draw.open(newline="") as file:
+            draw(list(csv.DictReader(file)), args.draw.with_suffix(".png"))
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -313,6 +351,8 @@ def main() -> None:
             writer.writeheader()
             writer.writerows(records)
         args.output.with_suffix(".md").write_text(report(records, args, mesh))
+        if importlib.util.find_spec("matplotlib") is not None:
+            draw(records, args.output.with_suffix(".png"))
     dist.destroy_process_group()
 
 
