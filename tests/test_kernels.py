@@ -17,7 +17,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_kernels_in_the_interpreter():
     """Catches a kernel that rounds, counts or cuts off otherwise than its twin, without a GPU."""
     done = subprocess.run(
