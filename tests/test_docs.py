@@ -1,6 +1,7 @@
 """Every example that a reader may copy runs: of the guides, the README and the docstrings."""
 
 import contextlib
+import csv
 import doctest
 import importlib
 import io
@@ -166,6 +167,23 @@ def test_links_lead_somewhere():
             assert not anchor or anchor in anchors(file.read_text()), f"{page.name}: {target}"
             links += 1
     assert links > 10
+
+
+def test_figures_of_the_guide_are_those_of_the_report():
+    """Catches a guide that was left behind by a newer report."""
+    text = (ROOT / "docs" / "choosing_an_exchange.md").read_text()
+    (report,) = set(re.findall(r"\]\((\S+-bench-\S+)\.md\)", text))
+    with (ROOT / "docs" / f"{report}.csv").open() as file:
+        records = {(r["rows"], r["filters"], r["way"]): r for r in csv.DictReader(file)}
+    ways = ("batch", "vocab", "replicate", "gather + sample")
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \| (.* us, .* MiB) \|$", text, re.MULTILINE)
+    assert len(rows) == 8
+    for count, filters, cells in rows:
+        for way, cell in zip(ways, cells.split(" | "), strict=True):
+            record = records[count, "off" if filters == "none" else "on", way]
+            us, mib = cell.removesuffix(" MiB").split(" us, ")
+            assert abs(float(us) - float(record["us"])) <= 0.5, (count, filters, way)
+            assert abs(float(mib) - float(record["extra_mib"])) <= (0.05 if "." in mib else 0.5)
 
 
 @pytest.mark.slow
