@@ -73,8 +73,10 @@ def draw(path: Path) -> None:
             ax.text(x, 0.7, text, ha="center", va="bottom", weight="bold")
         ax.set_xlim(-5, right + COLUMN + 1)
         ax.set_ylim(-height - 1, 3.2)
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, facecolor="white", metadata=metadata)
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(
+            path, facecolor="white", metadata=no_metadata if path.suffix == ".svg" else None
+        )
 
 
 def _cell(ax: Any, x: float, y: float, color: str, text: str) -> None:
