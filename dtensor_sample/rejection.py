@@ -281,7 +281,7 @@ class RejectionSampler:
         *,
         one_hot: Sequence[bool] | None = None,
     ) -> SamplerOutput:
-        """Tokens of `plan.select`ed rows' logits; every rank of the axis must call this.
+        """Tokens for the logits of the rows that `plan.select` gave; every rank must call this.
 
         Args:
             logits: DTensor [num_rows, V]: row j of a request is p of the token after its draft j.

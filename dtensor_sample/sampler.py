@@ -32,7 +32,7 @@ class Sampler:
         self._draw = torch.compile(draw, fullgraph=True, dynamic=True) if compile else draw
 
     def __call__(self, logits: Tensor, plan: ShardPlan) -> SamplerOutput:
-        """Tokens of `plan.select`ed rows, a DTensor [num_rows, V]; every rank must call this.
+        """Tokens of selected rows from logits, a DTensor [num_rows, V]; every rank must call this.
 
         Raises ValueError, before any collective, for a stale plan or logits that are not its own.
         """
@@ -43,7 +43,7 @@ class Sampler:
         return check.instance("plan", plan, ShardPlan).place(logits, self.state, most_rows=1)
 
     def draw(self, rows: Logits, plan: ShardPlan) -> Tensor:
-        """The second: see `draw`."""
+        """The second: the tokens of the rows here, in the columns that `gather` takes."""
         filters = plan.filters.coarse if self.compiled else plan.filters
         params = plan.row_params()
         first_R = torch.zeros_like(plan.row_offsets)

@@ -27,7 +27,7 @@ class Drafter(Protocol):
             limits: [B], how many drafts of each at most, >= 0.
 
         Returns:
-            draft_token_ids and one_hot, as `RejectionSampler` takes them: [B] lists of ids, and [B]
-            whether a request's drafts were chosen rather than drawn from draft logits.
+            draft_token_ids and one_hot as `RejectionSampler` takes them, that is [B] lists of ids,
+            and [B] whether a request's drafts were chosen rather than drawn from draft logits.
         """
         ...

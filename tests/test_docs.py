@@ -1,0 +1,197 @@
+"""Every example that a reader may copy runs: of the guides, the README and the docstrings."""
+
+import contextlib
+import csv
+import doctest
+import importlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import dtensor_sample
+from dtensor_sample import (
+    BatchSharder,
+    NgramDrafter,
+    RejectionSampler,
+    SamplingParams,
+    SamplingState,
+    replicated,
+)
+from tests.pool import worlds
+
+ROOT = Path(__file__).parents[1]
+GUIDES = sorted(p.name for p in (ROOT / "docs").glob("*.md") if "```python" in p.read_text())
+V, H = 40, 8
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def execute(name: str, parts: list[str], given: dict[str, Any]) -> str:
+    """Run the blocks of a page one after another; return what they print."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for number, part in enumerate(parts, start=1):
+            exec(compile(part, f"{name}, example {number}", "exec"), given)
+    return printed.getvalue()
+
+
+def run_guide(mesh: DeviceMesh, name: str) -> str:
+    return execute(name, blocks((ROOT / "docs" / name).read_text(), "python"), {})
+
+
+def test_guides_have_examples():
+    assert len(GUIDES) >= 3
+
+
+@worlds("cpu:4")
+@pytest.mark.parametrize("name", GUIDES)
+def test_guides(ranks, name):
+    printed = ranks.run(run_guide, name)
+    assert len(set(printed)) == 1
+
+
+def logits_of(mesh: DeviceMesh, rows: int, dims: tuple[int, ...] = ()) -> Any:
+    noise = torch.randn(rows, *dims, V, generator=torch.Generator().manual_seed(rows))
+    return replicated(noise.to(mesh.device_type), mesh)
+
+
+def run_readme(mesh: DeviceMesh) -> tuple[list[int], str]:
+    """The script after its three-line change, and the engine, with what they take for granted."""
+    text = (ROOT / "README.md").read_text()
+    (diff,) = blocks(text, "diff")
+    script = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
+    given: dict[str, Any] = {
+        "model": lambda tokens: logits_of(mesh, len(tokens), (3,)),
+        "tokens": torch.zeros(2, 3),
+        "position": 3,
+    }
+    execute("README.md, diff", [script], given)
+    engine = {
+        "mesh": mesh,
+        "V": V,
+        "slot": 0,
+        "slots": [0],
+        "prompt": [1, 2],
+        "hidden": torch.zeros(1, H),
+        "lm_head": lambda rows: logits_of(mesh, len(rows)),
+    }
+    return given["next_token"].tolist(), execute("README.md", blocks(text, "python"), engine)
+
+
+@worlds("cpu:1", "cpu:4")
+def test_readme(ranks):
+    for tokens, printed in ranks.run(run_readme):
+        assert len(tokens) == 2
+        assert all(0 <= token < V for token in tokens)
+        assert "collectives" in printed
+
+
+def run_docstrings(mesh: DeviceMesh) -> tuple[int, str]:
+    """Examples of public names; those marked to be skipped too, with what they take for granted."""
+    state = SamplingState(mesh, vocab_size=V, max_num_reqs=2, num_speculative_tokens=4, seed=0)
+    texts = [[7, 1, 2, 3, 9, 1, 2], [4]]
+    for slot, text in enumerate(texts):
+        state.add(slot, SamplingParams(), prompt_token_ids=text)
+    sharder, drafter = BatchSharder(state), NgramDrafter()
+    drafts, _ = drafter.propose([0, 1], texts, [4, 4])
+    rows = sharder.plan([0, 1], [1 + len(own) for own in drafts]).num_rows
+    given = {
+        **vars(dtensor_sample),
+        "mesh": {"tp": mesh},
+        "logits": logits_of(mesh, rows),
+        "slots": [0, 1],
+        "texts": texts,
+        "drafter": drafter,
+        "sharder": sharder,
+        "verifier": RejectionSampler(state),
+    }
+    report = io.StringIO()
+    runner = doctest.DocTestRunner(verbose=False)
+    found = 0
+    for name in dtensor_sample.__all__:
+        public = getattr(dtensor_sample, name)
+        module = importlib.import_module(getattr(public, "__module__", "dtensor_sample"))
+        for test in doctest.DocTestFinder().find(public, name, module=module, globs=dict(given)):
+            for example in test.examples:
+                example.options.pop(doctest.SKIP, None)
+            runner.run(test, out=report.write)
+            found += len(test.examples)
+    return found, report.getvalue()
+
+
+@worlds("cpu:1", "cpu:4")
+def test_docstrings(ranks):
+    for found, report in ranks.run(run_docstrings):
+        assert found >= 10
+        assert not report, report
+
+
+def test_figure(tmp_path, monkeypatch):
+    """It draws itself, and says which requests each rank owns."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    figures: SimpleNamespace = importlib.import_module("figures")  # type: ignore[assignment]
+    monkeypatch.delitem(sys.modules, "figures")
+    figures.draw(tmp_path / "figure.svg")
+    text = (tmp_path / "figure.svg").read_text()
+    for label in ("rank 3", "token of 7", "its own rows, all columns"):
+        assert label in text
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as they are linked to."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere():
+    """Catches pages, figures and headings that were renamed or forgotten."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    links = 0
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if "://" in target:
+                continue
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path) if path else page
+            assert file.is_file(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(file.read_text()), f"{page.name}: {target}"
+            links += 1
+    assert links > 10
+
+
+def test_figures_of_the_guide_are_those_of_the_report():
+    """Catches a guide that was left behind by a newer report."""
+    text = (ROOT / "docs" / "choosing_an_exchange.md").read_text()
+    (report,) = set(re.findall(r"\]\((\S+-bench-\S+)\.md\)", text))
+    with (ROOT / "docs" / f"{report}.csv").open() as file:
+        records = {(r["rows"], r["filters"], r["way"]): r for r in csv.DictReader(file)}
+    ways = ("batch", "vocab", "replicate", "gather + sample")
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \| (.* us, .* MiB) \|$", text, re.MULTILINE)
+    assert len(rows) == 8
+    for count, filters, cells in rows:
+        for way, cell in zip(ways, cells.split(" | "), strict=True):
+            record = records[count, "off" if filters == "none" else "on", way]
+            us, mib = cell.removesuffix(" MiB").split(" us, ")
+            assert abs(float(us) - float(record["us"])) <= 0.5, (count, filters, way)
+            assert abs(float(mib) - float(record["extra_mib"])) <= (0.05 if "." in mib else 0.5)
+
+
+@pytest.mark.slow
+def test_pages_build_without_warnings(tmp_path):
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", tmp_path / "trees"]
+    done = subprocess.run(
+        [*command, ROOT / "docs", tmp_path / "html"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Draw one token" in (tmp_path / "html" / "api" / "stateless.html").read_text()
