@@ -4,8 +4,9 @@ from dtensor_sample.draft.drafter import Drafter
 from dtensor_sample.draft.ngram import NgramDrafter
 from dtensor_sample.draft.sampler import DraftSampler
 from dtensor_sample.exchange import EXCHANGES
-from dtensor_sample.functional import sample
+from dtensor_sample.functional import sample, sample_with_logprobs
 from dtensor_sample.layout import replicated, vocab_sharded
+from dtensor_sample.logprobs import logprobs
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import BatchedParams, SamplingParams
 from dtensor_sample.plan import ShardPlan
@@ -27,7 +28,9 @@ __all__ = [
     "SamplingParams",
     "SamplingState",
     "ShardPlan",
+    "logprobs",
     "replicated",
     "sample",
+    "sample_with_logprobs",
     "vocab_sharded",
 ]

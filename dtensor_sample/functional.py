@@ -11,6 +11,7 @@ from dtensor_sample import check, ops
 from dtensor_sample.debug import agree, debug_by_default
 from dtensor_sample.exchange import check_exchange, exchange_of
 from dtensor_sample.layout import Layout, layout_of
+from dtensor_sample.logprobs import logprobs
 from dtensor_sample.params import (
     BatchedParams,
     RowParams,
@@ -96,6 +97,43 @@ def sample(
     uniform_R = ops.uniform(row_params.seed, position_R, torch.zeros_like(position_R), TARGET)
     drawn_RW = draw(placed, row_params, uniform_R, batched.filters, chosen, layout.vocab_size)
     return chosen.settle(drawn_RW, rows_P)[:rows, 0].view(layout.lead)
+
+
+def sample_with_logprobs(
+    logits: DTensor,
+    params: SamplingParams | Sequence[SamplingParams] | BatchedParams,
+    *,
+    position: int | Sequence[int] | Tensor,
+    vocab_size: int | None = None,
+    axis: str = "tp",
+    exchange: str = "auto",
+    base_seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Draw tokens as `sample` does, with `logprobs` of each: what a policy gradient needs.
+
+    The log-probabilities are those of the logits as they are, at temperature 1 and without filters,
+    and have the bits that `logprobs(logits, tokens)` has in a trainer.
+
+    Takes what `sample` takes.
+
+    Returns:
+        [...] int64 tokens and [...] float32 log-probabilities, plain tensors, the same on every
+        rank; -1 and -inf where a row has no token left.
+
+    Raises:
+        ValueError: names the argument; on every rank alike, before any collective.
+    """
+    tokens = sample(
+        logits,
+        params,
+        position=position,
+        vocab_size=vocab_size,
+        axis=axis,
+        exchange=exchange,
+        base_seed=base_seed,
+    )
+    with torch.no_grad():
+        return tokens, logprobs(logits, tokens, vocab_size=vocab_size, axis=axis)
 
 
 def _batched(

@@ -28,6 +28,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "aim": (start_RSC.movedim(0, 1).contiguous().movedim(1, 0), zero_R + 5),
         "answer": (zero_R, zero_R, zero_R, zero_R == 0),
         "pick": (*row, start_RSC, zero_R, V),
+        "log_sum": (zero_R + 7, peak_R, V),
         "lookup": (*row, zero_R, V),
         "uniform": (zero_R, zero_R, zero_R, 0),
         "probability": (zero_R + 1, zero_R + 7),

@@ -4,6 +4,7 @@ from dtensor_sample.ops.aim import aim
 from dtensor_sample.ops.answer import answer
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
 from dtensor_sample.ops.kernels import use_kernel
+from dtensor_sample.ops.log_sum import log_sum
 from dtensor_sample.ops.lookup import lookup
 from dtensor_sample.ops.mass import mass
 from dtensor_sample.ops.parts import PARTS
@@ -30,6 +31,7 @@ __all__ = [
     "chain",
     "histogram",
     "key_value",
+    "log_sum",
     "lookup",
     "mass",
     "peak",

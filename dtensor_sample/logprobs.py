@@ -1,0 +1,152 @@
+"""Log-probabilities of given tokens: the same bits in rollout and in training.
+
+ln p(x) = (x - peak) - ln(mass): the difference to the row's largest logit, and the sum of the row's
+weights, which are integers. Integers add up to the same sum over any shards, so one function serves
+a sampler on vocabulary shards and a trainer on whole rows with no mismatch between them. No logit
+moves: ranks exchange a few integers a row.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtensor_sample import ops
+from dtensor_sample.check import INT64_MAX
+from dtensor_sample.debug import agree, debug_by_default
+from dtensor_sample.exchange import Exchange, Logits, exchange_of
+from dtensor_sample.layout import Layout, layout_of
+from dtensor_sample.ops.values import from_ordered_keys, ordered_keys, values
+from dtensor_sample.params import TOP_P_ONE, Filters, RowParams
+from dtensor_sample.weigh import weigh
+
+_CHUNK = 1 << 24
+"""Logits whose gradients are computed at once."""
+
+
+def logprobs(
+    logits: DTensor, ids: Tensor, *, vocab_size: int | None = None, axis: str = "tp"
+) -> Tensor:
+    """Natural logarithm of softmax(logits) at given ids, at temperature 1 and without filters.
+
+    Differentiable with respect to the logits. Every rank of the axis must call this, with the same
+    ids.
+
+    Args:
+        logits: DTensor [..., V] (float32, bfloat16, float16), on the axis Shard(-1) or Replicate(),
+            as `sample` takes them. A NaN counts as -inf, and +inf as the largest finite value.
+        ids: [...] int64 plain tensor, or [..., n] for n tokens of each row; on the logits' device.
+        vocab_size: V without padding: ids from here on have no probability, and add none. Default:
+            the last dim.
+        axis: name of the mesh dimension that shards the vocabulary.
+
+    Returns:
+        float32 plain tensor of the shape of `ids`, the same on every rank, and the same bits for
+        every number of ranks and either placement; -inf where an id has no probability (a masked
+        token, or no id of the vocabulary: -1). Within 1e-6 of exact arithmetic, relative to the
+        larger of 1 and the result.
+
+    Raises:
+        ValueError: names the argument; on every rank alike, before any collective.
+
+    Example:
+        >>> logprobs(logits, tokens)  # doctest: +SKIP
+        tensor([-0.3567, -1.2040])
+    """
+    layout, error = layout_of(logits, axis=axis, vocab_size=vocab_size), None
+    try:
+        ids_TN = _ids(ids, layout)
+    except ValueError as refused:
+        error = refused
+    if debug_by_default():
+        shape = (layout.lead, layout.width, layout.vocab_size, logits.dtype)
+        agree(layout.axis, layout.local_Tv.device, error, logits=shape, ids=error is None and ids)
+    elif error is not None:
+        raise error
+    # Where the vocabulary is not sharded there is nothing to exchange.
+    where = exchange_of("replicate" if layout.width is None else "vocab", layout.axis)
+    found: Tensor = _LogProbs.apply(layout.local_Tv, ids_TN, where, layout.width, layout.vocab_size)  # type: ignore[no-untyped-call]
+    return found.view(ids.shape)
+
+
+def _ids(ids: Tensor, layout: Layout) -> Tensor:
+    """[T, n] ids; ValueError for anything else."""
+    if not isinstance(ids, Tensor) or isinstance(ids, DTensor):
+        raise ValueError(f"ids must be a plain tensor, got {type(ids).__name__}")
+    if ids.dtype != torch.int64:
+        raise ValueError(f"ids must be int64, got {ids.dtype}")
+    lead, rows = layout.lead, layout.lead.numel()
+    if ids.shape[: len(lead)] != lead or ids.ndim > len(lead) + 1:
+        raise ValueError(
+            f"ids must have shape {list(lead)}, or one dim more, got {list(ids.shape)}"
+        )
+    if ids.device != layout.local_Tv.device:
+        raise ValueError(f"ids must be on {layout.local_Tv.device}, got {ids.device}")
+    return ids.reshape(rows, ids.shape[len(lead) :].numel())
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local_Tv: Tensor, ids_TN: Tensor, where: Exchange, width: int | None, V: int
+    ) -> Tensor:
+        rows = local_Tv.shape[0]
+        placed = where.place(local_Tv.detach(), [rows] * where.axis.size, width)
+        row = weigh(placed, _neutral(rows, local_Tv.device), Filters(False, False, True), where, V)
+        lse_T = ops.log_sum(row.total_R, row.peak_R, V)
+        value_TN = _values(placed, ids_TN, where, V)
+        ctx.save_for_backward(local_Tv, ids_TN, lse_T, placed.first_id_S)
+        ctx.vocab_size = V
+        found_TN = (value_TN.double() - lse_T[:, None]).float()
+        return torch.where(value_TN > -torch.inf, found_TN, -torch.inf)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of ln p(id): 1 at the id, less p everywhere; in chunks of rows."""
+        local_Tv, ids_TN, lse_T, first_id_S = ctx.saved_tensors
+        columns = local_Tv.shape[1]
+        id_v = first_id_S[0] + torch.arange(columns, device=local_Tv.device)
+        result_Tv = torch.empty_like(local_Tv)
+        grad_TN = grad_TN.masked_fill((ids_TN < 0) | (ids_TN >= ctx.vocab_size), 0)
+        for start in range(0, len(local_Tv), max(_CHUNK // max(columns, 1), 1)):
+            rows = slice(start, start + max(_CHUNK // max(columns, 1), 1))
+            x_Tv = values(local_Tv[rows, None], first_id_S[:1], None, ctx.vocab_size)[:, 0]
+            p_Tv = (x_Tv.double() - lse_T[rows, None]).float().exp()
+            found_Tv = -p_Tv * grad_TN[rows].sum(1, keepdim=True)
+            column_TN = ids_TN[rows] - id_v[:1] if columns else ids_TN[rows]
+            here_TN = (column_TN >= 0) & (column_TN < columns)
+            if columns:
+                found_Tv.scatter_add_(1, column_TN.clamp(0, columns - 1), grad_TN[rows] * here_TN)
+            result_Tv[rows] = found_Tv.masked_fill(x_Tv == -torch.inf, 0)
+        return result_Tv, None, None, None, None
+
+
+def _neutral(rows: int, device: torch.device) -> RowParams:
+    """Temperature 1 and no filter."""
+    zeros_R = torch.zeros(rows, dtype=torch.int64, device=device)
+    scale_R = torch.full((rows,), math.log2(math.e), device=device)
+    off_R = torch.full((rows,), -torch.inf, device=device)
+    return RowParams(scale_R, off_R, zeros_R + INT64_MAX, zeros_R + TOP_P_ONE, zeros_R, zeros_R > 0)
+
+
+def _values(logits: Logits, ids_TN: Tensor, where: Exchange, V: int) -> Tensor:
+    """[T, n] float32 values at ids, wherever they lie; -inf where an id is none of them."""
+    x_TSv, first_id_S, _ = logits
+    rows, width = ids_TN.shape[0], x_TSv.shape[2]
+    if width == 0:  # V < P: some ranks have no columns
+        return _from_keys(where.total(torch.zeros_like(ids_TN)))
+    column_TNS = ids_TN[:, :, None] - first_id_S
+    here_TNS = (column_TNS >= 0) & (column_TNS < width) & (ids_TN >= 0)[:, :, None]
+    here_TNS &= (ids_TN < V)[:, :, None]
+    row_T, segment_S = (torch.arange(n, device=ids_TN.device) for n in (rows, len(first_id_S)))
+    x_TNS = x_TSv[row_T[:, None, None], segment_S, column_TNS.clamp(0, width - 1)]
+    value_TNS = values(x_TNS.flatten(0, 1)[:, :, None], segment_S * 0, None, 1)
+    key_TNS = ordered_keys(value_TNS).view(here_TNS.shape) + 1  # 0 stands for nothing
+    return _from_keys(where.total((key_TNS * here_TNS).sum(2)))
+
+
+def _from_keys(key_TN: Tensor) -> Tensor:
+    value_TN = from_ordered_keys((key_TN - 1).clamp(min=0))
+    return torch.where(key_TN > 0, value_TN, -torch.inf)

@@ -1,0 +1,148 @@
+"""Log-probabilities of tokens: exact enough, and the same bits everywhere."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from dtensor_sample import SamplingParams, logprobs, replicated, sample, sample_with_logprobs
+from tests.batches import shard_vocab
+from tests.pool import worlds
+
+V, ROWS = 1003, 7
+WORLDS = ("cpu:1", "cpu:2", "cpu:4", "cuda:1", "cuda:2")
+
+
+def rows(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Some spread, one flat, one peaked, one masked, one with NaN and +inf, one without tokens."""
+    x = torch.randn(ROWS, V, generator=torch.Generator().manual_seed(3)) * 3
+    x[1] = -70.0
+    x[2, 5] = 60.0
+    x[3, 10:] = -torch.inf
+    x[4, 7], x[4, 9] = torch.nan, torch.inf
+    x[5] = -torch.inf
+    return x.to(dtype)
+
+
+def ids() -> torch.Tensor:
+    """Three of each row: somewhere, the last one, and one that does not exist."""
+    some = torch.randint(0, V, (ROWS,), generator=torch.Generator().manual_seed(4))
+    some[3], some[4] = 3, 9
+    return torch.stack([some, torch.full((ROWS,), V - 1), torch.full((ROWS,), -1)], 1)
+
+
+def exact(x: torch.Tensor, vocab_size: int = V) -> torch.Tensor:
+    """By float64 log_softmax, with NaN and +inf as they count."""
+    top = torch.finfo(x.dtype).max
+    clean = x.double()[:, :vocab_size].clamp(max=top)
+    found = clean.masked_fill(clean.isnan(), -math.inf).log_softmax(-1)
+    return found.masked_fill(found.isnan(), -math.inf)  # a row without tokens
+
+
+def found(mesh, dtype: torch.dtype, vocab_size: int, whole: bool) -> torch.Tensor:
+    x = rows(dtype).to(mesh.device_type)
+    logits = replicated(x, mesh) if whole else shard_vocab(x, mesh)
+    return logprobs(logits, ids().to(mesh.device_type), vocab_size=vocab_size)
+
+
+@worlds(*WORLDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [V, 500])
+def test_against_float64(ranks, dtype, vocab_size):
+    """Catches a lost tail, a shard left out, padding that counts, and other bits on other ranks."""
+    results = [
+        result for whole in (False, True) for result in ranks.run(found, dtype, vocab_size, whole)
+    ]
+    assert all(torch.equal(result, results[0]) for result in results)
+    wanted = exact(rows(dtype), vocab_size)
+    for i, own in enumerate(ids().tolist()):
+        for j, token in enumerate(own):
+            value = wanted[i, token].item() if 0 <= token < vocab_size else -math.inf
+            assert results[0][i, j].item() == pytest.approx(value, rel=1e-6, abs=1e-6)
+
+
+def few(mesh, size: int) -> torch.Tensor:
+    x = torch.randn(2, size, generator=torch.Generator().manual_seed(size))
+    logits = shard_vocab(x.to(mesh.device_type), mesh)
+    return logprobs(logits, torch.arange(size, device=mesh.device_type).expand(2, -1))
+
+
+@worlds("cpu:4")
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_fewer_ids_than_ranks(ranks, size):
+    for result in ranks.run(few, size):
+        x = torch.randn(2, size, generator=torch.Generator().manual_seed(size))
+        torch.testing.assert_close(result, x.double().log_softmax(-1).float())
+
+
+def gradients(mesh, dtype: torch.dtype, whole: bool) -> torch.Tensor:
+    x = rows(dtype)[[0, 1, 2, 3, 6]].to(mesh.device_type)
+    logits = replicated(x, mesh) if whole else shard_vocab(x, mesh)
+    logits.requires_grad_()
+    chosen = ids()[[0, 1, 2, 3, 6]].to(mesh.device_type)
+    weight = torch.arange(1.0, 16, device=mesh.device_type).view(5, 3)
+    (logprobs(logits, chosen).clamp(min=-1e4) * weight).sum().backward()
+    assert isinstance(logits.grad, DTensor)
+    return logits.grad.full_tensor()
+
+
+@worlds("cpu:1", "cpu:4", "cuda:2")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("whole", [False, True])
+def test_gradients(ranks, dtype, whole):
+    """Catches a softmax over one shard, a wrong sign, and gradients of ids that do not exist."""
+    x = rows(dtype)[[0, 1, 2, 3, 6]].double().requires_grad_()
+    chosen = ids()[[0, 1, 2, 3, 6]]
+    own = x.log_softmax(-1).gather(1, chosen.clamp(min=0)).clamp(min=-1e4)
+    weight = torch.arange(1.0, 16).view(5, 3)
+    (own * weight * (chosen >= 0)).sum().backward()
+    tolerance = 1e-5 if dtype == torch.float32 else 0.2
+    for result in ranks.run(gradients, dtype, whole):
+        torch.testing.assert_close(result.double(), x.grad, rtol=1e-2, atol=tolerance)
+
+
+def rollout(mesh) -> tuple[list, ...]:
+    x = rows().to(mesh.device_type)
+    logits = shard_vocab(x, mesh)
+    params = [SamplingParams(temperature=0.7, top_p=0.9, seed=i) for i in range(ROWS)]
+    tokens, own = sample_with_logprobs(logits, params, position=4)
+    again = logprobs(replicated(x, mesh), tokens)
+    alone = sample(logits, params, position=4)
+    return tokens.tolist(), own.tolist(), again.tolist(), alone.tolist()
+
+
+@worlds("cpu:1", "cpu:4", "cuda:2")
+def test_rollout_and_trainer_agree(ranks):
+    """Catches a sampler and a trainer that compute two different log-probabilities."""
+    for tokens, own, again, alone in ranks.run(rollout):
+        assert tokens == alone
+        assert own == again
+        assert tokens[5] == -1
+        assert own[5] == -math.inf
+        assert all(math.isfinite(value) for i, value in enumerate(own) if i != 5)
+
+
+def refusals(mesh) -> list[str]:
+    logits = shard_vocab(rows().to(mesh.device_type), mesh)
+    good = ids().to(mesh.device_type)
+    bad_ones: list[Any] = [good.float(), good[:3], good[None], good.tolist()]
+    messages = []
+    for bad in (*bad_ones, replicated(good, mesh)):
+        try:
+            logprobs(logits, bad)
+        except ValueError as error:
+            messages.append(str(error))
+        assert logprobs(logits, good).shape == good.shape
+    return messages
+
+
+@worlds("cpu:2")
+def test_refusals(ranks):
+    wanted = ["int64", "shape", "shape", "plain tensor", "plain tensor"]
+    for messages in ranks.run(refusals):
+        assert len(messages) == len(wanted)
+        for message, part in zip(messages, wanted, strict=True):
+            assert message.startswith("ids must ")
+            assert part in message
