@@ -52,8 +52,9 @@ def logprobs(
         ValueError: names the argument; on every rank alike, before any collective.
 
     Example:
-        >>> logprobs(logits, tokens)  # doctest: +SKIP
-        tensor([-0.3567, -1.2040])
+        >>> largest = logits.full_tensor().argmax(-1)  # doctest: +SKIP
+        >>> bool((logprobs(logits, largest) <= 0).all())  # doctest: +SKIP
+        True
     """
     layout, error = layout_of(logits, axis=axis, vocab_size=vocab_size), None
     try:
