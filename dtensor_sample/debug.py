@@ -32,22 +32,39 @@ def agree(axis: Axis, device: torch.device, error: ValueError | None, **replicat
         ValueError: `error` itself on the rank that has one; on the others, and where digests
             differ, a message that names the ranks and the arguments.
     """
-    digests = [0 if error is None else 1, *(_digest(value) for value in replicated.values())]
-    every_PN = axis.all_gather(torch.tensor(digests, device=device)).tolist()
+
+    def gathered(numbers: list[int]) -> list[list[int]]:
+        """[numbers, P]: those of every rank."""
+        every_PN: list[list[int]] = axis.all_gather(torch.tensor(numbers, device=device)).tolist()
+        return [list(seen) for seen in zip(*every_PN, strict=True)]
+
+    # First what has the same form whatever a rank does: ranks in different calls part here.
+    refusals, calls = gathered([int(error is not None), _digest(list(replicated))])
     if error is not None:
         raise error
-    refused = [rank for rank, row in enumerate(every_PN) if row[0]]
-    if refused:
+    if any(refusals):
+        refused = [rank for rank, flag in enumerate(refusals) if flag]
         raise ValueError(f"arguments were refused on rank {_listed(refused)} of {axis.size}")
-    for column, name in enumerate(replicated, start=1):
-        seen = [row[column] for row in every_PN]
-        common = max(seen, key=seen.count)
-        odd = [rank for rank, digest in enumerate(seen) if digest != common]
-        if odd:
+    if odd := _odd(calls):
+        raise ValueError(
+            f"every rank must make the same call: rank {_listed(odd)} of {axis.size} makes another"
+        )
+    if not replicated:
+        return
+    for name, seen in zip(
+        replicated, gathered(list(map(_digest, replicated.values()))), strict=True
+    ):
+        if odd := _odd(seen):
             raise ValueError(
                 f"{name} must be the same on every rank, and differs on rank {_listed(odd)} of "
                 f"{axis.size}; rank {axis.rank} has {_shown(replicated[name])}"
             )
+
+
+def _odd(seen: list[int]) -> list[int]:
+    """The ranks that differ from most."""
+    common = max(seen, key=seen.count)
+    return [rank for rank, number in enumerate(seen) if number != common]
 
 
 def _digest(value: object) -> int:

@@ -160,8 +160,9 @@ class ShardPlan:
         except ValueError as refused:
             error = refused
         given = (getattr(logits, name, None) for name in ("shape", "dtype", "placements"))
-        plan = (self.slots, self.exchange.name, self.num_rows)
-        state.agree(error, plan=plan, logits=tuple(given), **replicated)
+        rows = (self.num_logits, self.owners, self.capacity, self.num_rows)
+        plan = (self.slots, self.exchange.name, rows)
+        state.agree(error, plan=plan, positions=self.positions, logits=tuple(given), **replicated)
         assert layout is not None
         splits = [self.capacity] * state.axis.size
         return self.exchange.place(layout.local_Tv, splits, layout.width)
@@ -252,3 +253,11 @@ class ShardPlan:
                 "collectives": ", ".join(cost.collectives) or "none",
             }.items()
         )
+
+
+def check_plan(plan: object, state: SamplingState) -> ShardPlan:
+    """`plan` if it is one; ValueError, in debug mode on every rank, if it is not."""
+    if not isinstance(plan, ShardPlan):
+        state.agree(ValueError(f"plan must be a ShardPlan, got {type(plan).__name__}"))
+    assert isinstance(plan, ShardPlan)
+    return plan

@@ -24,7 +24,7 @@ from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.ops import ONE
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams
-from dtensor_sample.plan import ShardPlan
+from dtensor_sample.plan import ShardPlan, check_plan
 from dtensor_sample.random import COIN, RECOVERY, TARGET, scaled
 from dtensor_sample.state import SamplingState
 from dtensor_sample.weigh import Weighed, weigh
@@ -270,7 +270,8 @@ class RejectionSampler:
         check.one_of("method", method, METHODS)
         if state.num_speculative_tokens == 0:
             raise ValueError("state must have num_speculative_tokens >= 1 to verify drafts, got 0")
-        self.state, self.method, self.compiled = state, method, compile
+        self.state, self.method = state, method
+        self.compiled = check.instance("compile", compile, bool)
         self._verify = torch.compile(verify, fullgraph=True, dynamic=True) if compile else verify
 
     def __call__(
@@ -299,7 +300,7 @@ class RejectionSampler:
         Raises:
             ValueError: names the argument; on every rank alike, before any collective.
         """
-        state, error = self.state, None
+        state, plan, error = self.state, check_plan(plan, self.state), None
         drafts_BK, one_hot_B = torch.empty(0), [True]
         try:
             state.drafts.check(plan, logits)
@@ -314,6 +315,7 @@ class RejectionSampler:
             error=error,
             draft_token_ids=drafts_BK,
             one_hot=one_hot_B,
+            method=self.method,
         )
         filters = plan.filters.coarse if self.compiled else plan.filters
         run = self._verify if plan.slots else verify  # no rows: nothing worth compiling
@@ -398,6 +400,7 @@ def draft_ids(draft_token_ids: Tensor | Sequence[Sequence[int]], plan: ShardPlan
     """[B, K] int64 draft tokens on the device; ValueError for another shape or dtype."""
     B, drafts = len(plan.slots), draft_token_ids
     if isinstance(drafts, Sequence):
+        rows = drafts
         try:
             padded = [[*row, *[-1] * (K - len(row))] for row in drafts]
             drafts = torch.tensor(padded) if padded else torch.empty((0, K), dtype=torch.int64)
@@ -405,6 +408,7 @@ def draft_ids(draft_token_ids: Tensor | Sequence[Sequence[int]], plan: ShardPlan
             raise ValueError(
                 f"draft_token_ids must be [{B}, {K}] integers, got {draft_token_ids!r}"
             ) from None
+        _check_rows(rows, plan)
     if not isinstance(drafts, Tensor) or isinstance(drafts, DTensor):
         raise ValueError(f"draft_token_ids must be a plain tensor, got {type(drafts).__name__}")
     if drafts.dtype not in (torch.int64, torch.int32):
@@ -412,3 +416,16 @@ def draft_ids(draft_token_ids: Tensor | Sequence[Sequence[int]], plan: ShardPlan
     if drafts.shape != (B, K):
         raise ValueError(f"draft_token_ids must have shape [{B}, {K}], got {list(drafts.shape)}")
     return drafts.to(plan.state.device, torch.int64, non_blocking=True)
+
+
+def _check_rows(drafts: Sequence[Sequence[int]], plan: ShardPlan) -> None:
+    """Lists are host data: ids must be integers, and no more than there are rows to judge them."""
+    for i, (row, rows) in enumerate(zip(drafts, plan.num_logits, strict=False)):
+        if any(isinstance(token, bool) for token in row):
+            raise ValueError(f"draft_token_ids[{i}] must be integers, got {list(row)}")
+        # -1 ends a block, and what follows it is not judged anyway.
+        if len([token for token in row if token != -1]) > rows - 1:
+            raise ValueError(
+                f"draft_token_ids[{i}] must have at most {rows - 1} ids, one less than the request "
+                f"has rows of logits, got {len(row)}"
+            )

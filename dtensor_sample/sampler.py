@@ -7,7 +7,7 @@ from dtensor_sample import check, ops
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams
-from dtensor_sample.plan import ShardPlan
+from dtensor_sample.plan import ShardPlan, check_plan
 from dtensor_sample.random import TARGET
 from dtensor_sample.state import SamplingState
 from dtensor_sample.weigh import weigh
@@ -40,7 +40,7 @@ class Sampler:
 
     def exchange(self, logits: Tensor, plan: ShardPlan) -> Logits:
         """The first of three steps: logits [num_rows, V] to where they are sampled."""
-        return check.instance("plan", plan, ShardPlan).place(logits, self.state, most_rows=1)
+        return check_plan(plan, self.state).place(logits, self.state, most_rows=1)
 
     def draw(self, rows: Logits, plan: ShardPlan) -> Tensor:
         """The second: the tokens of the rows here, in the columns that `gather` takes."""

@@ -21,6 +21,9 @@ from dtensor_sample.exchange import Axis, check_exchange
 from dtensor_sample.params import RowParams, SamplingParams, pack
 from dtensor_sample.random import derive_seed
 
+MOST = (1 << 31) - 1
+"""Of slots and of draft tokens: what fits in memory is less."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
@@ -78,12 +81,12 @@ class SamplingState:
         self.axis_name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None
         self.device = torch.empty(0, device=mesh.device_type).device
         self.vocab_size = check.vocabulary(vocab_size)
-        self.max_num_reqs = check.integer("max_num_reqs", max_num_reqs, low=1)
+        self.max_num_reqs = check.integer("max_num_reqs", max_num_reqs, 1, MOST)
         self.num_speculative_tokens = check.integer(
-            "num_speculative_tokens", num_speculative_tokens, low=0
+            "num_speculative_tokens", num_speculative_tokens, 0, MOST
         )
         self.exchange = check_exchange(exchange)
-        self.debug = debug_by_default() if debug is None else debug
+        self.debug = debug_by_default() if debug is None else check.instance("debug", debug, bool)
         with torch.inference_mode(False):  # updated in place, by steps inside and outside of it
             self.positions = self._zeros()
             """[max_num_reqs] int64: position of each slot's next token in its own sequence; of a

@@ -59,10 +59,27 @@ class Engine:
         finally:
             self.state.remove(5)
 
-    def verify(self, draft: int) -> None:
+    def verify(self, draft: int, method: str = "block", plan: Any = None) -> None:
+        own = self.sharder.plan([0], exchange="vocab")
+        logits = shard_vocab(own.select(self.full[:1]), self.mesh)
+        plan = own if plan is None else plan
+        RejectionSampler(self.state, method=method)(logits, plan, torch.tensor([[draft]]))
+
+    def another_plan(self, *choices: dict[str, Any]) -> None:
+        """All make two plans that need equally many rows; one rank uses the other one."""
+        plan = [self.sharder.plan([0, 1], exchange="vocab", **kwargs) for kwargs in choices][
+            self.odd
+        ]
+        logits = shard_vocab(self.full, self.mesh)
+        RejectionSampler(self.state)(logits, plan, torch.zeros(2, 1, dtype=torch.int64))
+
+    def another_call(self) -> None:
         plan = self.sharder.plan([0], exchange="vocab")
         logits = shard_vocab(plan.select(self.full[:1]), self.mesh)
-        RejectionSampler(self.state)(logits, plan, torch.tensor([[draft]]))
+        if self.odd:
+            Sampler(self.state)(logits, plan)
+        else:
+            RejectionSampler(self.state)(logits, plan, [[]])
 
 
 DIFFERING: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -82,6 +99,19 @@ DIFFERING: dict[str, tuple[Callable[[Any], object], str]] = {
         "",
     ),
     "drafts": (lambda e: e.verify(e.odd), "draft"),
+    "method": (lambda e: e.verify(0, ("block", "standard")[e.odd]), "method"),
+    "another plan": (
+        lambda e: e.another_plan({"num_logits": [1, 2]}, {"num_logits": [2, 1]}),
+        "plan",
+    ),
+    "another plan's positions": (
+        lambda e: e.another_plan(
+            *({"num_logits": [1, 2], "positions": [p, p]} for p in (5, 7)),
+        ),
+        "positions",
+    ),
+    "no plan": (lambda e: e.verify(0, plan=[None, 7][e.odd]), ""),
+    "another call": (lambda e: e.another_call(), "the same call"),
 }
 
 EQUAL: dict[str, Callable[[Any], object]] = {

@@ -420,6 +420,16 @@ ENDS: dict[str, tuple[list, list | None, int, list[int]]] = {
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_a_sure_draft_before_an_impossible_one(method):
+    """Catches 0 / 0 as a refusal: p = q everywhere, and the second draft cannot be."""
+    rows = np.array([[0.0, 0.0, 0.0], [0.0, -np.inf, 0.0], [0.0, 0.0, 0.0]], np.float32)
+    requests = Requests(rows[None], rows[None, :2], np.array([[0, 1]]), SamplingParams(seed=0))
+    for coin in (0, LAST):
+        accepted = requests.verify(method, np.array([[coin, coin]]), np.array([5]))[0].item(0)
+        assert accepted == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ENDS)
 def test_ends_of_coins(name, method):
     """Catches division by zero and strictness: p = q always passes, p = 0 never does.

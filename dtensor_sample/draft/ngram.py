@@ -40,8 +40,10 @@ class NgramDrafter:
         self, slots: Sequence[int], token_ids: Sequence[Sequence[int]], limits: Sequence[int]
     ) -> tuple[list[list[int]], list[bool]]:
         """See `Drafter`; raises ValueError, naming the argument."""
-        B = len(slots)
+        B = len(check.integers("slots", slots, None, 0))
         k_B = np.array(check.integers("limits", limits, B, 0, check.INT64_MAX), dtype=np.int64)
+        if not isinstance(token_ids, Sequence):
+            raise ValueError(f"token_ids must be a sequence of ids of each slot, got {token_ids!r}")
         if len(token_ids) != B:
             raise ValueError(f"token_ids must have {B} entries, got {len(token_ids)}")
         texts = [_flat(f"token_ids[{i}]", tokens) for i, tokens in enumerate(token_ids)]
@@ -73,7 +75,12 @@ class NgramDrafter:
 
 
 def _flat(name: str, tokens: Sequence[int]) -> np.ndarray:
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # nested lists of unequal lengths
+        array = np.asarray("ragged")
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise ValueError(f"{name} must be a flat list of ids, got {tokens!r}")
+    if array.dtype.kind == "u" and array.size and array.max() > check.INT64_MAX:
+        raise ValueError(f"{name} must have ids below 2**63, got {array.max()}")
     return array.astype(np.int64)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dtensor_sample import check, ops
 from dtensor_sample.params import filters_of
-from dtensor_sample.plan import ShardPlan
+from dtensor_sample.plan import ShardPlan, check_plan
 from dtensor_sample.random import DRAFT
 from dtensor_sample.sampler import draw
 from dtensor_sample.state import SamplingState
@@ -27,7 +27,7 @@ class DraftSampler:
         check.instance("state", state, SamplingState)
         if state.num_speculative_tokens == 0:
             raise ValueError("state must have num_speculative_tokens >= 1 to draft, got 0")
-        self.state, self.greedy = state, greedy
+        self.state, self.greedy = state, check.instance("greedy", greedy, bool)
 
     def __call__(self, draft_logits: Tensor, plan: ShardPlan, *, step: int) -> Tensor:
         """Draw draft token `step` of each request; every rank of the axis must call this.
@@ -46,7 +46,8 @@ class DraftSampler:
         Raises:
             ValueError: names the argument; on every rank alike, before any collective.
         """
-        state, kept, error = self.state, [], None
+        state, plan = self.state, check_plan(plan, self.state)
+        kept, error = [], None
         try:
             step = check.integer("step", step, 0, state.num_speculative_tokens - 1)
             kept = [not (self.greedy or state.request(slot).params.greedy) for slot in plan.slots]
