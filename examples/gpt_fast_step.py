@@ -25,10 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# [sample]
 from dtensor_sample import BatchedParams, SamplingParams, replicated, sample, vocab_sharded
-
-# [/sample]
 
 Step = Callable[[Tensor, Tensor, BatchedParams], Tensor]
 
@@ -180,7 +177,8 @@ class Layer(nn.Module):
         """Sum over the ranks."""
         if self.mesh.size() == 1:
             return partial_BD
-        return funcol.all_reduce(partial_BD, "sum", (self.mesh, 0))
+        total_BD: Tensor = funcol.all_reduce(partial_BD, "sum", (self.mesh, 0))
+        return total_BD
 
 
 def join_ranks() -> DeviceMesh:

@@ -27,7 +27,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
-# [sample]
 from dtensor_sample import (
     BatchSharder,
     Sampler,
@@ -37,8 +36,6 @@ from dtensor_sample import (
     sample,
     vocab_sharded,
 )
-
-# [/sample]
 
 
 def main() -> None:
