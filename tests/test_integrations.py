@@ -1,7 +1,9 @@
 """The library inside other people's scripts, their real packages, and README.md on them."""
 
+import ast
 import importlib
 import json
+import re
 import socket
 import warnings
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ import torch
 import transformers_generate as transformers_script
 from torch.distributed.device_mesh import DeviceMesh
 
+import dtensor_sample
 from dtensor_sample import SamplingParams
 from tests.pool import Ranks, worlds
 from tests.test_distribution import p_value, softmax
@@ -194,3 +197,34 @@ def test_two_agents(small: tuple[Path, Any], tmp_path: Path) -> None:
     texts = [[request["token_ids"] for request in report["requests"]] for report in reports]
     assert texts == [[request["token_ids"] for request in json.loads(stdout)["requests"]]]
     assert reports[0]["figures"]["ranks"] == 2
+
+
+def marked(path: Path) -> list[str]:
+    """The lines between marks in a file, without their indentation."""
+    blocks = re.findall(r"^( *)# \[sample\]\n(.*?)^ *# \[/sample\]$", path.read_text(), re.M | re.S)
+    return [
+        line.removeprefix(indent) for indent, block in blocks for line in block.split("\n") if line
+    ]
+
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_readme_has_the_lines_of_the_examples() -> None:
+    """What README.md adds to other people's scripts is what the tested examples do."""
+    section = (
+        README.read_text().split("## In the scripts people already have\n")[1].split("\n## ")[0]
+    )
+    changes = re.findall(r"\(examples/(\w+\.py)\).*?```diff\n(.*?)```", section, re.S)
+    assert len(changes) == section.count("```diff") == 3
+    for name, change in changes:
+        lines = [line for line in change.splitlines() if line]
+        assert all(line[0] in "+- " for line in lines), name
+        imported, *added = [line[1:] for line in lines if line[0] == "+"]
+        path = README.parent / "examples" / name
+        assert added == marked(path), name
+        names = imported.removeprefix("from dtensor_sample import ").split(", ")
+        used = {
+            node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)
+        }
+        assert set(names) <= used & set(dtensor_sample.__all__), name
