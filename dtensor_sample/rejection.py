@@ -286,7 +286,8 @@ class RejectionSampler:
 
         Args:
             logits: DTensor [num_rows, V]: row j of a request is p of the token after its draft j.
-            plan: a request with k drafts has k + 1 rows; made after its drafts were drawn.
+            plan: a request with k drafts has k + 1 rows, and drafts beyond those are not
+                judged; made after its drafts were drawn.
             draft_token_ids: [B, K] int64, the same on every rank; as nested lists, some may be
                 shorter. The first id outside the vocabulary (-1) ends a request's block as if it
                 had no more drafts, and so does the first whose draft logits were not kept.
@@ -408,7 +409,8 @@ def draft_ids(draft_token_ids: Tensor | Sequence[Sequence[int]], plan: ShardPlan
             raise ValueError(
                 f"draft_token_ids must be [{B}, {K}] integers, got {draft_token_ids!r}"
             ) from None
-        _check_rows(rows, plan)
+        if any(isinstance(token, bool) for row in rows for token in row):
+            raise ValueError(f"draft_token_ids must be integers, got {draft_token_ids!r}")
     if not isinstance(drafts, Tensor) or isinstance(drafts, DTensor):
         raise ValueError(f"draft_token_ids must be a plain tensor, got {type(drafts).__name__}")
     if drafts.dtype not in (torch.int64, torch.int32):
@@ -416,16 +418,3 @@ def draft_ids(draft_token_ids: Tensor | Sequence[Sequence[int]], plan: ShardPlan
     if drafts.shape != (B, K):
         raise ValueError(f"draft_token_ids must have shape [{B}, {K}], got {list(drafts.shape)}")
     return drafts.to(plan.state.device, torch.int64, non_blocking=True)
-
-
-def _check_rows(drafts: Sequence[Sequence[int]], plan: ShardPlan) -> None:
-    """Lists are host data: ids must be integers, and no more than there are rows to judge them."""
-    for i, (row, rows) in enumerate(zip(drafts, plan.num_logits, strict=False)):
-        if any(isinstance(token, bool) for token in row):
-            raise ValueError(f"draft_token_ids[{i}] must be integers, got {list(row)}")
-        # -1 ends a block, and what follows it is not judged anyway.
-        if len([token for token in row if token != -1]) > rows - 1:
-            raise ValueError(
-                f"draft_token_ids[{i}] must have at most {rows - 1} ids, one less than the request "
-                f"has rows of logits, got {len(row)}"
-            )

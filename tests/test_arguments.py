@@ -142,7 +142,7 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "state: vocab_size": (lambda b: SamplingState(b.mesh, vocab_size=0), ("vocab_size", "0", "1")),
     "state: max_num_reqs": (
         lambda b: SamplingState(b.mesh, vocab_size=3, max_num_reqs=0),
-        ("max_num_reqs", "0", ">= 1"),
+        ("max_num_reqs", "0", "[1, 2**31)"),
     ),
     "state: exchange": (
         lambda b: SamplingState(b.mesh, vocab_size=3, exchange=""),
@@ -154,7 +154,7 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     ),
     "state: speculation": (
         lambda b: SamplingState(b.mesh, vocab_size=3, num_speculative_tokens=-1),
-        ("num_speculative_tokens", "-1", ">= 0"),
+        ("num_speculative_tokens", "-1", "[0, 2**31)"),
     ),
     "add: slot too large": (lambda b: b.state.add(8, b.params), ("slot", "8", "[0, 7]")),
     "add: slot below 0": (lambda b: b.state.add(-1, b.params), ("slot", "-1", "[0, 7]")),

@@ -188,6 +188,31 @@ CASES: dict[str, Case] = {
         lambda b, _: b.verify(width=V + 8),
         ("logits", "columns"),
     ),
+    "verifier: no plan": (
+        nothing,
+        lambda b, _: b.verifier(b.logits(b.plan()), None, []),
+        ("plan", "ShardPlan", "NoneType"),
+    ),
+    "drafter: no plan": (
+        nothing,
+        lambda b, _: b.drafter(b.logits(b.plan()), [0, 1, 2], step=0),
+        ("plan", "ShardPlan", "list"),
+    ),
+    "drafter: greedy": (
+        nothing,
+        lambda b, _: DraftSampler(b.state, greedy="no"),
+        ("greedy", "bool", "str"),
+    ),
+    "verifier: compile": (
+        nothing,
+        lambda b, _: RejectionSampler(b.state, compile="no"),
+        ("compile", "bool", "str"),
+    ),
+    "drafts: bools": (
+        nothing,
+        lambda b, _: b.verify([[True], [1], [2]]),
+        ("draft_token_ids", "integers", "True"),
+    ),
     "drafts: too few": (nothing, lambda b, _: b.verify([[1]] * 2), ("draft_token_ids", "[3, 3]")),
     "drafts: too long": (
         nothing,
