@@ -8,8 +8,7 @@ float64, and rounded once: no rank and no device computes it again.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +50,8 @@ class SamplingParams:
     """In [0, 1]: keep tokens with at least this fraction of the largest probability. Off at 0."""
     seed: int | None = None
     """In [0, 2**64). None: a stream of its own, derived from a base seed."""
+    _packed: tuple[int, int, int, int, int] = field(init=False, repr=False, compare=False)
+    """All but the seed as in `pack`, worked out here: a compiled step could not trace that."""
 
     def __post_init__(self) -> None:
         """Normalise and validate every field."""
@@ -61,6 +62,7 @@ class SamplingParams:
         put(self, "min_p", check.real("min_p", self.min_p, high=1.0))
         if self.seed is not None:
             put(self, "seed", check.seed_bits("seed", self.seed))
+        put(self, "_packed", _pack(self))
 
     @property
     def greedy(self) -> bool:
@@ -187,9 +189,13 @@ def batch_of(
     return BatchedParams(packed.to(device), filters_of(params))
 
 
-@lru_cache(maxsize=4096)
 def pack(params: SamplingParams, seed: int) -> tuple[int, ...]:
     """One row of the table: int64 values, float32 ones by their bits, neutral where greedy."""
+    scale, min_p, top_k, top_p, greedy = params._packed
+    return scale, min_p, top_k, top_p, seed - (1 << 64) if seed >= 1 << 63 else seed, greedy
+
+
+def _pack(params: SamplingParams) -> tuple[int, int, int, int, int]:
     greedy = params.greedy
     temperature = 1.0 if greedy else params.temperature
     off = greedy or params.min_p == 0
@@ -198,7 +204,6 @@ def pack(params: SamplingParams, seed: int) -> tuple[int, ...]:
         _float32_bits(-math.inf if off else temperature * math.log(params.min_p)),
         min(params.top_k, check.INT64_MAX) if params.top_k > 0 and not greedy else check.INT64_MAX,
         TOP_P_ONE if greedy else round(params.top_p * TOP_P_ONE),
-        seed - (1 << 64) if seed >= 1 << 63 else seed,
         int(greedy),
     )
 

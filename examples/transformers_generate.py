@@ -75,12 +75,12 @@ def generate(
     """Continue prompts, padded on the left to one length."""
     input_ids, mask_BL = pad_left(prompts, model.device)
     position_ids = (mask_BL.cumsum(-1) - 1).clamp(min=0)
-    position_B = mask_BL.sum(-1)  # of the token to draw
-    batch = SamplingParams.batch(params, model.device)
+    position = mask_BL.sum(-1)  # of the token to draw
+    batch_params = SamplingParams.batch(params, model.device)
     mesh, V = model._device_mesh["tp"], model.config.vocab_size
     end_ids = torch.tensor(end_token_ids(model), dtype=torch.int64, device=model.device)
     tokens: list[Tensor] = []
-    cache, ended_B = None, torch.zeros_like(position_B, dtype=torch.bool)
+    cache, ended_B = None, torch.zeros_like(position, dtype=torch.bool)
     while len(tokens) < max_new_tokens and not ended_B.all():
         output = model(
             input_ids=input_ids,
@@ -98,13 +98,13 @@ def generate(
         else:
             logits = replicated(logits, mesh)
         # [sample]
-        next_tokens = sample(logits, batch, position=position_B)
+        next_tokens = sample(logits, batch_params, position=position)
         # [/sample]
         tokens.append(next_tokens)
         ended_B |= torch.isin(next_tokens, end_ids)
-        input_ids, position_ids = next_tokens[:, None], position_B[:, None]
+        input_ids, position_ids = next_tokens[:, None], position[:, None]
         mask_BL = torch.nn.functional.pad(mask_BL, (0, 1), value=1)
-        cache, position_B = output.cache, position_B + 1
+        cache, position = output.cache, position + 1
     return [until_end(row, model) for row in torch.stack(tokens, 1).tolist()]
 
 

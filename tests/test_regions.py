@@ -69,15 +69,18 @@ def logits_of(seed: int = 0) -> Tensor:
     return torch.randn(ROWS, V, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def sample_in_compiled_head(mesh: DeviceMesh) -> list[list[int]]:
+def sample_in_compiled_head(
+    mesh: DeviceMesh, params: SamplingParams | list[SamplingParams], batched: bool
+) -> list[list[int]]:
     """A head under parallelize_module and `sample`, in one compiled function; then both eager."""
     torch._dynamo.reset()
     head = nn.Linear(16, V, bias=False, device=mesh.device_type)
     parallelize_module(head, mesh, ColwiseParallel(use_local_output=False))
-    params = SamplingParams.batch([PARAMS] * ROWS, mesh.device_type)
+    listed = params if isinstance(params, list) else [params] * ROWS
+    given = SamplingParams.batch(listed, mesh.device_type) if batched else params
 
     def step(hidden: Tensor, position: Tensor) -> Tensor:
-        return sample(head(hidden) * 8, params, position=position) + 1
+        return sample(head(hidden) * 8, given, position=position) + 1
 
     hidden = torch.randn(ROWS, 16).to(mesh.device_type)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -88,9 +91,23 @@ def sample_in_compiled_head(mesh: DeviceMesh) -> list[list[int]]:
     ]
 
 
+OF_MANY_KINDS = [
+    PARAMS,
+    SamplingParams(temperature=0),
+    SamplingParams(top_p=0.8),  # without a seed
+    SamplingParams(min_p=0.1, seed=(1 << 64) - 1),
+    SamplingParams(temperature=1e-4, seed=0),
+]
+
+
 @worlds("cpu:2", "cuda:2")
-def test_in_a_compiled_region(ranks: Ranks) -> None:
-    for first, second, *eager in ranks.run(sample_in_compiled_head):
+@pytest.mark.parametrize("params", [PARAMS, OF_MANY_KINDS], ids=["one for all", "of many kinds"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_in_a_compiled_region(
+    ranks: Ranks, params: SamplingParams | list[SamplingParams], batched: bool
+) -> None:
+    """Catches host arithmetic that cannot be traced, or that traces to something else."""
+    for first, second, *eager in ranks.run(sample_in_compiled_head, params, batched):
         assert [first, second] == eager
         assert first != second
 
