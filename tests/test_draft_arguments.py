@@ -110,6 +110,7 @@ def without_speculation(bench: Any) -> SamplingState:
 
 
 B = Any
+NO: Any = "no"
 Case = tuple[Callable[[B], object], Callable[[B, B], object], tuple[str, ...]]
 CASES: dict[str, Case] = {
     # Each: what is done before, what is refused, and what its message must hold.
@@ -200,12 +201,12 @@ CASES: dict[str, Case] = {
     ),
     "drafter: greedy": (
         nothing,
-        lambda b, _: DraftSampler(b.state, greedy="no"),
+        lambda b, _: DraftSampler(b.state, greedy=NO),
         ("greedy", "bool", "str"),
     ),
     "verifier: compile": (
         nothing,
-        lambda b, _: RejectionSampler(b.state, compile="no"),
+        lambda b, _: RejectionSampler(b.state, compile=NO),
         ("compile", "bool", "str"),
     ),
     "drafts: bools": (
