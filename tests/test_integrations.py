@@ -138,6 +138,7 @@ def torchtitan_texts(mesh: DeviceMesh, name: str, backend: str) -> tuple[Any, An
     return texts, likeliest, sampled
 
 
+@pytest.mark.slow
 @worlds("cpu:2")
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_torchtitan(ranks: Ranks, name: str) -> None:

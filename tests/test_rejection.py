@@ -359,7 +359,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", range(len(SHAPES)))
+@pytest.mark.parametrize(
+    "shape", [0, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 3))]
+)
 def test_random_models(shape):
     """Catches any bias, and filters that are not applied to p or to q."""
     V, K, count, params = SHAPES[shape]
