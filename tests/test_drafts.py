@@ -1,6 +1,7 @@
 """Steps with drafts give the oracle's tokens, wherever rows, drafts and caches lie."""
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -15,6 +16,7 @@ from dtensor_sample import (
     SamplingParams,
     SamplingState,
     replicated,
+    vocab_sharded,
 )
 from tests.batches import EXCHANGES, OWNERS, Layout, shard_vocab
 from tests.pool import FEW_WORLDS, worlds
@@ -320,3 +322,60 @@ def test_modes_of_torch(ranks):
     for exchange in EXCHANGES[:3]:
         for results in ranks.run(steps_in_modes, exchange):
             assert results == [results[0]] * 3
+
+
+def with_placeholders(step: Speculation, place: int) -> Speculation:
+    """The same drafts, but -1 at one place of each block, where there is one."""
+    requests = [
+        replace(r, chosen=r.chosen | {place: -1}) if place < r.k else r for r in step.requests
+    ]
+    return replace(step, requests=requests)
+
+
+@worlds("cpu:4", "cuda:2")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_placeholder_at_every_place(ranks, method):
+    """Catches a -1 that is emitted, read as an id, or does not end the block there."""
+    step = random_speculation(78, 14, 13, 3)
+    cases = [with_placeholders(step, place) for place in range(3)]
+    wanted = [expected(case, method) for case in cases]
+    kinds = {(r.params.greedy, r.draft is None) for r in step.requests if r.k}
+    assert len(kinds) == 4  # greedy or not, chosen or drawn
+    for place, answers in enumerate(wanted):
+        sampled = zip(answers["num_sampled"], step.requests, strict=True)
+        assert max(n for n, r in sampled if place < r.k) == place + 1
+    for exchange in EXCHANGES:
+        layouts = [Layout(exchange=exchange)] * len(cases)
+        for got in ranks.run(run_steps, cases, layouts, method):
+            assert got == wanted
+
+
+def strided(mesh, step: Speculation) -> list[list[list[int]]]:
+    """Tokens from logits of one memory layout or another."""
+    given = []
+    for layout in ("plain", "transposed", "part of wider rows"):
+        state = SamplingState(
+            mesh, vocab_size=step.vocab_size, max_num_reqs=len(step), num_speculative_tokens=step.K
+        )
+        for slot, request in enumerate(step.requests):
+            state.add(slot, replace(request.params, seed=slot), position=request.position)
+        plan = BatchSharder(state).plan(range(len(step)), [r.k + 1 for r in step.requests])
+        rows = torch.cat([r.target for r in step.requests]).to(mesh.device_type)
+        local = shard_vocab(plan.select(rows), mesh).to_local()
+        if layout == "transposed":
+            local = local.t().contiguous().t()
+        elif layout == "part of wider rows":
+            local = torch.nn.functional.pad(local, (2, 3))[:, 2:-3]
+        logits = vocab_sharded(local, mesh, vocab_size=step.vocab_size)
+        drafts = [[r.chosen.get(j, 0) for j in range(r.k)] for r in step.requests]
+        output = RejectionSampler(state)(logits, plan, drafts)
+        given.append(output.token_ids.tolist())
+    return given
+
+
+@worlds("cpu:4", "cuda:2")
+def test_strides(ranks):
+    """Catches verification that takes rows to lie side by side."""
+    step = random_speculation(5, 9, 37, 3)
+    for plain, *others in ranks.run(strided, step):
+        assert others == [plain, plain]
