@@ -344,10 +344,9 @@ def test_a_placeholder_at_every_place(ranks, method):
     for place, answers in enumerate(wanted):
         sampled = zip(answers["num_sampled"], step.requests, strict=True)
         assert max(n for n, r in sampled if place < r.k) == place + 1
-    for exchange in EXCHANGES:
-        layouts = [Layout(exchange=exchange)] * len(cases)
-        for got in ranks.run(run_steps, cases, layouts, method):
-            assert got == wanted
+    layouts = [Layout(exchange=exchange) for exchange in EXCHANGES]  # one for each place
+    for got in ranks.run(run_steps, cases, layouts, method):
+        assert got == wanted
 
 
 def strided(mesh, step: Speculation) -> list[list[list[int]]]:
