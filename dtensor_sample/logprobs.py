@@ -18,7 +18,7 @@ from dtensor_sample.check import INT64_MAX
 from dtensor_sample.debug import agree, debug_by_default
 from dtensor_sample.exchange import Exchange, Logits, exchange_of
 from dtensor_sample.layout import Layout, layout_of
-from dtensor_sample.ops.values import from_ordered_keys, ordered_keys, values
+from dtensor_sample.ops.values import from_ordered_keys, ordered_keys, values, values_at
 from dtensor_sample.params import TOP_P_ONE, Filters, RowParams
 from dtensor_sample.weigh import weigh
 
@@ -98,7 +98,7 @@ class _LogProbs(torch.autograd.Function):
         row = weigh(placed, _neutral(rows, local_Tv.device), Filters(False, False, True), where, V)
         lse_T = ops.log_sum(row.total_R, row.peak_R, V)
         value_TN = _values(placed, ids_TN, where, V)
-        ctx.save_for_backward(local_Tv, ids_TN, lse_T, placed.first_id_S)
+        ctx.save_for_backward(local_Tv, ids_TN, lse_T, placed.first_id_S)  # one segment
         ctx.vocab_size = V
         found_TN = (value_TN.double() - lse_T[:, None]).float()
         return torch.where(value_TN > -torch.inf, found_TN, -torch.inf)
@@ -106,21 +106,22 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of ln p(id): 1 at the id, less p everywhere; in chunks of rows."""
-        local_Tv, ids_TN, lse_T, first_id_S = ctx.saved_tensors
-        columns = local_Tv.shape[1]
-        id_v = first_id_S[0] + torch.arange(columns, device=local_Tv.device)
-        result_Tv = torch.empty_like(local_Tv)
-        grad_TN = grad_TN.masked_fill((ids_TN < 0) | (ids_TN >= ctx.vocab_size), 0)
-        for start in range(0, len(local_Tv), max(_CHUNK // max(columns, 1), 1)):
-            rows = slice(start, start + max(_CHUNK // max(columns, 1), 1))
-            x_Tv = values(local_Tv[rows, None], first_id_S[:1], None, ctx.vocab_size)[:, 0]
-            p_Tv = (x_Tv.double() - lse_T[rows, None]).float().exp()
-            found_Tv = -p_Tv * grad_TN[rows].sum(1, keepdim=True)
-            column_TN = ids_TN[rows] - id_v[:1] if columns else ids_TN[rows]
-            here_TN = (column_TN >= 0) & (column_TN < columns)
-            if columns:
-                found_Tv.scatter_add_(1, column_TN.clamp(0, columns - 1), grad_TN[rows] * here_TN)
-            result_Tv[rows] = found_Tv.masked_fill(x_Tv == -torch.inf, 0)
+        local_Tv, ids_TN, lse_T, first_id_1 = ctx.saved_tensors
+        columns, result_Tv = local_Tv.shape[1], torch.empty_like(local_Tv)
+        if columns == 0:  # V < P: this rank has none
+            return result_Tv, None, None, None, None
+        column_TN = ids_TN - first_id_1
+        known_TN = (ids_TN >= 0) & (ids_TN < ctx.vocab_size)
+        grad_TN = grad_TN.masked_fill(~known_TN, 0)
+        own_TN = grad_TN.masked_fill((column_TN < 0) | (column_TN >= columns), 0)
+        step = max(_CHUNK // columns, 1)
+        for begin in range(0, len(local_Tv), step):
+            part = slice(begin, begin + step)
+            x_Tv = values(local_Tv[part, None], first_id_1, None, ctx.vocab_size)[:, 0]
+            found_Tv = (x_Tv.double() - lse_T[part, None]).float().exp()
+            found_Tv *= -grad_TN[part].sum(1, keepdim=True)
+            found_Tv.scatter_add_(1, column_TN[part].clamp(0, columns - 1), own_TN[part])
+            result_Tv[part] = found_Tv.masked_fill(x_Tv == -torch.inf, 0)
         return result_Tv, None, None, None, None
 
 
@@ -134,20 +135,10 @@ def _neutral(rows: int, device: torch.device) -> RowParams:
 
 def _values(logits: Logits, ids_TN: Tensor, where: Exchange, V: int) -> Tensor:
     """[T, n] float32 values at ids, wherever they lie; -inf where an id is none of them."""
-    x_TSv, first_id_S, _ = logits
-    rows, width = ids_TN.shape[0], x_TSv.shape[2]
-    if width == 0:  # V < P: some ranks have no columns
-        return _from_keys(where.total(torch.zeros_like(ids_TN)))
-    column_TNS = ids_TN[:, :, None] - first_id_S
-    here_TNS = (column_TNS >= 0) & (column_TNS < width) & (ids_TN >= 0)[:, :, None]
-    here_TNS &= (ids_TN < V)[:, :, None]
-    row_T, segment_S = (torch.arange(n, device=ids_TN.device) for n in (rows, len(first_id_S)))
-    x_TNS = x_TSv[row_T[:, None, None], segment_S, column_TNS.clamp(0, width - 1)]
-    value_TNS = values(x_TNS.flatten(0, 1)[:, :, None], segment_S * 0, None, 1)
-    key_TNS = ordered_keys(value_TNS).view(here_TNS.shape) + 1  # 0 stands for nothing
-    return _from_keys(where.total((key_TNS * here_TNS).sum(2)))
-
-
-def _from_keys(key_TN: Tensor) -> Tensor:
-    value_TN = from_ordered_keys((key_TN - 1).clamp(min=0))
-    return torch.where(key_TN > 0, value_TN, -torch.inf)
+    x_T1v, first_id_1, _ = logits
+    column_TN = ids_TN - first_id_1
+    value_T1N, _ = values_at(x_T1v, first_id_1, None, column_TN * 0, column_TN, V)
+    value_TN = value_T1N[:, 0]
+    key_TN = torch.where(value_TN > -torch.inf, ordered_keys(value_TN) + 1, 0)  # 0: nothing here
+    total_TN = where.total(key_TN)
+    return torch.where(total_TN > 0, from_ordered_keys((total_TN - 1).clamp(min=0)), -torch.inf)

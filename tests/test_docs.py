@@ -137,7 +137,7 @@ def test_docstrings(ranks):
 
 def test_figure(tmp_path, monkeypatch):
     """It draws itself, and says which requests each rank owns."""
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="the figure needs the extra `docs`")
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     figures: SimpleNamespace = importlib.import_module("figures")  # type: ignore[assignment]
     monkeypatch.delitem(sys.modules, "figures")
@@ -188,7 +188,7 @@ def test_figures_of_the_guide_are_those_of_the_report():
 
 @pytest.mark.slow
 def test_pages_build_without_warnings(tmp_path):
-    pytest.importorskip("sphinx")
+    pytest.importorskip("sphinx", reason="the pages need the extra `docs`")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", tmp_path / "trees"]
     done = subprocess.run(
         [*command, ROOT / "docs", tmp_path / "html"], capture_output=True, text=True, check=False

@@ -77,6 +77,26 @@ def test_fewer_ids_than_ranks(ranks, size):
         torch.testing.assert_close(result, x.double().log_softmax(-1).float())
 
 
+def gradient_of_few(mesh, size: int, count: int) -> torch.Tensor:
+    x = torch.randn(2, size, generator=torch.Generator().manual_seed(size))[:count]
+    logits = shard_vocab(x.to(mesh.device_type), mesh)
+    logits.requires_grad_()
+    ids = torch.zeros(count, dtype=torch.int64, device=mesh.device_type)
+    logprobs(logits, ids).sum().backward()
+    assert isinstance(logits.grad, DTensor)
+    return logits.grad.full_tensor()
+
+
+@worlds("cpu:4")
+@pytest.mark.parametrize(("size", "count"), [(1, 2), (3, 2), (5, 0)])
+def test_gradients_where_some_ranks_have_no_columns_or_rows(ranks, size, count):
+    x = torch.randn(2, size, generator=torch.Generator().manual_seed(size))[:count]
+    x.requires_grad_()
+    x.log_softmax(-1)[:, 0].sum().backward()
+    for result in ranks.run(gradient_of_few, size, count):
+        torch.testing.assert_close(result, x.grad)
+
+
 def gradients(mesh, dtype: torch.dtype, whole: bool) -> torch.Tensor:
     x = rows(dtype)[[0, 1, 2, 3, 6]].to(mesh.device_type)
     logits = replicated(x, mesh) if whole else shard_vocab(x, mesh)
