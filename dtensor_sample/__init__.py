@@ -3,8 +3,8 @@
 from dtensor_sample.draft.drafter import Drafter
 from dtensor_sample.draft.ngram import NgramDrafter
 from dtensor_sample.draft.sampler import DraftSampler
-from dtensor_sample.exchange import EXCHANGES
 from dtensor_sample.functional import sample, sample_with_logprobs
+from dtensor_sample.graphed import GraphedStep
 from dtensor_sample.layout import replicated, vocab_sharded
 from dtensor_sample.logprobs import logprobs
 from dtensor_sample.output import SamplerOutput
@@ -16,11 +16,11 @@ from dtensor_sample.sharder import BatchSharder
 from dtensor_sample.state import SamplingState
 
 __all__ = [
-    "EXCHANGES",
     "BatchSharder",
     "BatchedParams",
     "DraftSampler",
     "Drafter",
+    "GraphedStep",
     "NgramDrafter",
     "RejectionSampler",
     "Sampler",

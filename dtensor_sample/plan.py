@@ -7,7 +7,8 @@ valid row, and its result is dropped. Under `vocab` and `replicate` rows stay in
 unpadded.
 """
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,12 +60,19 @@ class ShardPlan:
     """Most rows of any request."""
     filters: Filters
     """What any request of the batch needs."""
+    draft_blocks: tuple[int, ...]
+    """[B] which block of the draft cache has, or would have, each request's drafts; -1: none."""
+    draft_steps: tuple[int, ...]
+    """[B] how many draft tokens of each request had their logits kept when the plan was made."""
+    packed: Tensor
+    """All index tensors below, one after another: what a step uploads."""
     logits_indices: Tensor
     """[num_rows] int64: for each row of logits, its row of hidden states."""
     gathered_src_indices: Tensor
-    """[B] int64: where each request lies among gathered results, owner after owner."""
+    """[B] int64: where each request lies among gathered results, owner after owner; in a plan of
+    a `GraphedStep` as many as its capacity allows, here and in `batch_slots`."""
     batch_slots: Tensor
-    """[B] int64: slots on the device."""
+    """[B] int64: slots on the device; of padding, one behind the last."""
     local_cu_num_logits: Tensor
     """[request_capacity + 1] int64: where each local request's rows begin; the end repeats."""
     row_requests: Tensor
@@ -73,8 +81,26 @@ class ShardPlan:
     """[R] int64: each local row's slot."""
     row_offsets: Tensor
     """[R] int64: each local row's place in its request."""
+    row_draft_rows: Tensor
+    """[R] int64: the row of the draft cache for draft 0 of each local row's request; -1 for padding
+    and where there is no room. Like `row_draft_steps` empty without speculative tokens."""
+    row_draft_steps: Tensor
+    """[R] int64: `draft_steps` of each local row's request."""
     positions: Tensor | None
     """[B] int64 given by the caller, or None: the state's, which then advance."""
+
+    @property
+    def structure(self) -> Hashable:
+        """All that decides which operations a step runs and the shapes of its tensors."""
+        sizes = (self.capacity, self.num_rows, self.request_capacity, self.draft_capacity)
+        kinds = (self.filters, self.positions is None, any(self.draft_steps))
+        return self.exchange, sizes, len(self.batch_slots), kinds
+
+    def on(self, packed: Tensor, positions: Tensor | None) -> "ShardPlan":
+        """This plan with its index tensors in another place."""
+        sizes = [getattr(self, name).shape[0] for name in INDICES]
+        fields = dict(zip(INDICES, packed.split(sizes), strict=True))
+        return replace(self, packed=packed, positions=positions, **fields)
 
     def row_positions(self) -> Tensor:
         """[R] int64: position in its own sequence of the token that each local row emits."""
@@ -167,12 +193,16 @@ class ShardPlan:
         splits = [self.capacity] * state.axis.size
         return self.exchange.place(layout.local_Tv, splits, layout.width)
 
-    def _check(self, logits: Tensor, state: SamplingState, most_rows: int) -> Layout:
+    def check_current(self, state: SamplingState) -> None:
+        """ValueError unless the plan is of this state, and of the requests that it has now."""
         if self.state is not state:
             raise ValueError("plan must be made for this sampler's state, got another state's")
         for slot, request in zip(self.slots, self.requests, strict=True):
             if state.request(slot) is not request:
                 raise ValueError(f"plan must be made after the request in slot {slot} was added")
+
+    def _check(self, logits: Tensor, state: SamplingState, most_rows: int) -> Layout:
+        self.check_current(state)
         if self.max_rows_per_request > most_rows:
             raise ValueError(
                 f"plan must have at most {most_rows} rows a request for this sampler, "
@@ -197,10 +227,15 @@ class ShardPlan:
         settled = self.exchange.settle(result_QW[:capacity], [capacity] * self.state.axis.size)
         return settled[self.gathered_src_indices]
 
-    def advance(self, num_sampled_B: Tensor) -> None:
-        """Move the state's positions on by what was emitted, unless the caller gave positions."""
+    def finish(self, num_sampled_B: Tensor) -> None:
+        """Note what was emitted: positions advance, unless the caller gave some; drafts are used.
+
+        Args:
+            num_sampled_B: [B] int64.
+        """
         if self.positions is None:
             self.state.positions.index_add_(0, self.batch_slots, num_sampled_B)
+        self.state.on_host(self, _forget_drafts)
 
     def cost(
         self,
@@ -253,6 +288,24 @@ class ShardPlan:
                 "collectives": ", ".join(cost.collectives) or "none",
             }.items()
         )
+
+
+INDICES = (
+    "logits_indices",
+    "gathered_src_indices",
+    "batch_slots",
+    "local_cu_num_logits",
+    "row_requests",
+    "row_slots",
+    "row_offsets",
+    "row_draft_rows",
+    "row_draft_steps",
+)
+"""The fields of a plan that lie on the device, in the order in which `packed` has them."""
+
+
+def _forget_drafts(plan: ShardPlan) -> None:
+    plan.state.drafts.forget(plan.slots)
 
 
 def check_plan(plan: object, state: SamplingState) -> ShardPlan:

@@ -304,7 +304,8 @@ class RejectionSampler:
         state, plan, error = self.state, check_plan(plan, self.state), None
         drafts_BK, one_hot_B = torch.empty(0), [True]
         try:
-            state.drafts.check(plan, logits)
+            state.drafts.check_columns(logits, plan.slots)
+            state.on_host(plan, state.drafts.check)
             drafts_BK = draft_ids(draft_token_ids, plan, state.num_speculative_tokens)
             one_hot_B = self._one_hot(plan, one_hot)
         except ValueError as refused:
@@ -330,14 +331,13 @@ class RejectionSampler:
             state.vocab_size,
             self.method,
         )
-        state.drafts.forget(plan.slots)
         output = SamplerOutput.of_verified(plan.settle(result_QW))
-        plan.advance(output.num_sampled)
+        plan.finish(output.num_sampled)
         return output
 
     def _one_hot(self, plan: ShardPlan, given: Sequence[bool] | None) -> list[bool]:
         """[B]: whether each request's q is its draft tokens themselves."""
-        kept = [self.state.drafts.steps(slot) > 0 for slot in plan.slots]
+        kept = [steps > 0 for steps in plan.draft_steps]
         if given is None:
             return [not drawn for drawn in kept]
         if not isinstance(given, Sequence):
@@ -371,35 +371,33 @@ class RejectionSampler:
             size = max(size, 2)
         place_QK = (begin_Q - torch.arange(len(begin_Q), device=device))[:, None] + step_J[:-1]
         place_QK = torch.where(step_J[1:] < count_Q[:, None], place_QK, size)
-        cache = self.state.drafts
-        first_B = [
-            -1 if h else cache.first_row(s) for s, h in zip(plan.slots, one_hot_B, strict=True)
-        ]
-        steps_B = [cache.steps(slot) for slot in plan.slots]
-        kept_2B = torch.tensor([first_B, steps_B], dtype=torch.int64)
-        first_Q, steps_Q = kept_2B.to(device, non_blocking=True)[:, request_Q].unbind(0)
+        steps_Q = plan.row_draft_steps[row_QJ[:, 0]]
+        if one_hot_B != [steps == 0 for steps in plan.draft_steps]:  # some are not to be read
+            one_hot = torch.tensor(one_hot_B).to(device, non_blocking=True)
+            steps_Q = steps_Q.masked_fill(one_hot[request_Q], 0)
         drafts = Drafts(
             row_QJ,
             count_Q,
             drafts_BK[request_Q],
             place_QK,
             torch.empty(size, dtype=torch.int64, device=device),
-            (first_Q >= 0)[:, None].expand(-1, drafts_BK.shape[1]),
+            (steps_Q > 0)[:, None].expand(-1, drafts_BK.shape[1]),
             None,
         )
         drafts = drafts._replace(row_G=drafts.listed(row_QJ[:, :-1]))
-        if cache.logits_MSw is not None and not all(one_hot_B):
-            kept_QK = drafts.drawn_QK & (step_J[:-1] < steps_Q[:, None])
-            rows_QK = torch.where(kept_QK, first_Q[:, None] + step_J[:-1], -1)
-            rows_G = drafts.listed(rows_QK)
-            logits = Logits(cache.logits_MSw, target.first_id_S[:1], rows_G)
+        if not all(one_hot_B):
+            kept_MSw, first_Q = self.state.drafts.logits_MSw, plan.row_draft_rows[row_QJ[:, 0]]
+            assert kept_MSw is not None
+            rows_QK = first_Q[:, None] + step_J[:-1]
+            rows_QK = torch.where(step_J[:-1] < steps_Q[:, None], rows_QK, -1)
+            logits = Logits(kept_MSw, target.first_id_S[:1], drafts.listed(rows_QK))
             drafts = drafts._replace(logits=logits)
         return drafts
 
 
 def draft_ids(draft_token_ids: Tensor | Sequence[Sequence[int]], plan: ShardPlan, K: int) -> Tensor:
     """[B, K] int64 draft tokens on the device; ValueError for another shape or dtype."""
-    B, drafts = len(plan.slots), draft_token_ids
+    B, drafts = len(plan.batch_slots), draft_token_ids
     if isinstance(drafts, Sequence):
         rows = drafts
         try:

@@ -53,7 +53,6 @@ class Sampler:
 
     def gather(self, drawn_RW: Tensor, plan: ShardPlan) -> SamplerOutput:
         """The third: results to every rank, in batch order; positions advance, drafts are void."""
-        self.state.drafts.forget(plan.slots)
         output = SamplerOutput.of_drawn(plan.settle(drawn_RW), self.state.num_speculative_tokens)
-        plan.advance(output.num_sampled)
+        plan.finish(output.num_sampled)
         return output

@@ -14,7 +14,7 @@ from torch import Tensor
 from dtensor_sample import check
 from dtensor_sample.exchange import check_exchange, exchange_of
 from dtensor_sample.params import filters_of
-from dtensor_sample.plan import ShardPlan
+from dtensor_sample.plan import INDICES, ShardPlan
 from dtensor_sample.state import SamplingState
 
 Array = np.ndarray
@@ -68,11 +68,16 @@ class BatchSharder:
     Args:
         state: whose slots are planned.
         owners: "balanced", "slot" or "position", see `assign_owners`.
+        buckets: row capacities of an owner, to one of which plans are padded with all that they
+            hold, so that steps of one capacity have the same shapes; see `GraphedStep`.
     """
 
-    def __init__(self, state: SamplingState, *, owners: str = "balanced") -> None:
+    def __init__(
+        self, state: SamplingState, *, owners: str = "balanced", buckets: Sequence[int] = ()
+    ) -> None:
         self.state = check.instance("state", state, SamplingState)
         self.owners = check.one_of("owners", owners, POLICIES)
+        self.buckets = sorted(check.integers("buckets", buckets, None, 1, MOST_ROWS))
 
     def plan(
         self,
@@ -157,7 +162,18 @@ class BatchSharder:
         most_rows = int(np.bincount(holder_B, rows_B, holders).max())
         most_requests = int(np.bincount(holder_B, minlength=holders).max())
         most_drafts = int(np.bincount(holder_B, rows_B - 1, holders).max())
-        C, requests, drafts = most_rows, most_requests, most_drafts
+        C, requests, drafts, lanes = most_rows, most_requests, most_drafts, B
+        if B and self.buckets and capacity is None:
+            # Ranks that hold everything have as many rows as all owners together.
+            share = 1 if batch else axis.size
+            fit = [bucket for bucket in self.buckets if bucket * share >= most_rows]
+            if not fit:
+                raise ValueError(
+                    f"capacities must reach {-(-most_rows // share)} rows an owner, "
+                    f"got {self.buckets}"
+                )
+            C = requests = fit[0] * share
+            drafts, lanes = (C if K else 0), holders * C
         if capacity is not None:
             if not batch:
                 raise ValueError(f'capacity must be None except under "batch", got {capacity}')
@@ -174,17 +190,29 @@ class BatchSharder:
         row_order = _by_holder(holder_B[request_T], holders, C)  # [holders * C], rows of the step
         mine = row_order[me * C : (me + 1) * C]
         own_B = np.flatnonzero(holder_B == me)
-        cu = np.full(requests + 1, rows_B[own_B].sum(), dtype=np.int64)
+        own_rows = rows_B[own_B].sum()
+        cu = np.full(requests + 1, own_rows, dtype=np.int64)
         cu[: len(own_B) + 1] = np.concatenate([[0], np.cumsum(rows_B[own_B])])
-        fields = [
-            hidden_T[row_order],
-            holder_B * requests + _place_in_group(holder_B),
-            slots_B,
-            cu,
-            request_T[mine],
-            slots_B[request_T[mine]],
-            offset_T[mine],
-        ]
+        blocks = state.drafts.blocks(slots, owners, exchange) if K else (-1,) * B
+        steps = tuple(state.drafts.steps(slot) for slot in slots)
+        block_R, steps_R = (np.array(a, dtype=np.int64)[request_T[mine]] for a in (blocks, steps))
+        real_R = (np.arange(len(mine)) < own_rows) & (block_R >= 0)
+        lane_slots = np.full(lanes, state.max_num_reqs)
+        lane_slots[:B] = slots_B
+        lane_sources = np.zeros(lanes, dtype=np.int64)
+        lane_sources[:B] = holder_B * requests + _place_in_group(holder_B)
+        indices = {
+            "logits_indices": hidden_T[row_order],
+            "gathered_src_indices": lane_sources,
+            "batch_slots": lane_slots,
+            "local_cu_num_logits": cu,
+            "row_requests": request_T[mine],
+            "row_slots": slots_B[request_T[mine]],
+            "row_offsets": offset_T[mine],
+            "row_draft_rows": np.where(real_R, block_R * K, -1) if K else block_R[:0],
+            "row_draft_steps": steps_R if K else steps_R[:0],
+        }
+        fields = [indices[name] for name in INDICES]
         packed = torch.from_numpy(np.concatenate(fields)).to(state.device, non_blocking=True)
         on_device = packed.split([len(field) for field in fields])
         return ShardPlan(
@@ -198,20 +226,17 @@ class BatchSharder:
             capacity=C,
             num_rows=holders * C,
             num_hidden_rows=int(end_B.max(initial=0)),
-            local_rows=int(rows_B[own_B].sum()),
+            local_rows=int(own_rows),
             local_requests=len(own_B),
             max_requests_per_rank=most_requests,
             request_capacity=requests,
             draft_capacity=drafts,
             max_rows_per_request=max(rows, default=0),
             filters=filters_of([state.request(slot).params for slot in slots]),
-            logits_indices=on_device[0],
-            gathered_src_indices=on_device[1],
-            batch_slots=on_device[2],
-            local_cu_num_logits=on_device[3],
-            row_requests=on_device[4],
-            row_slots=on_device[5],
-            row_offsets=on_device[6],
+            draft_blocks=blocks,
+            draft_steps=steps,
+            packed=packed,
+            **dict(zip(INDICES, on_device, strict=True)),
             positions=None if positions is None else _on_device(positions, B, state.device),
         )
 

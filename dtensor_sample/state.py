@@ -6,8 +6,9 @@ device and advance by what was emitted, so that no step waits for the device.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +22,10 @@ from dtensor_sample.exchange import Axis, check_exchange
 from dtensor_sample.params import RowParams, SamplingParams, pack
 from dtensor_sample.random import derive_seed
 
+if TYPE_CHECKING:
+    from dtensor_sample.plan import ShardPlan
+
+HostPart: TypeAlias = "Callable[[ShardPlan], None]"
 MOST = (1 << 31) - 1
 """Of slots and of draft tokens: what fits in memory is less."""
 
@@ -88,10 +93,10 @@ class SamplingState:
         self.exchange = check_exchange(exchange)
         self.debug = debug_by_default() if debug is None else check.instance("debug", debug, bool)
         with torch.inference_mode(False):  # updated in place, by steps inside and outside of it
-            self.positions = self._zeros()
-            """[max_num_reqs] int64: position of each slot's next token in its own sequence; of a
-            request just added, from the next plan on."""
-            self.params_table = self._zeros(len(RowParams._fields))
+            self.positions = self._zeros(1 + self.max_num_reqs)
+            """[max_num_reqs + 1] int64: position of each slot's next token in its own sequence; of
+            a request just added, from the next plan on. The last one is of no request: padding."""
+            self.params_table = self._zeros(self.max_num_reqs, len(RowParams._fields))
             """[max_num_reqs, 6] int64: packed parameters (see `RowParams`)."""
         self.drafts = DraftCache(
             self.axis,
@@ -100,6 +105,8 @@ class SamplingState:
             vocab_size=self.vocab_size,
         )
         """The draft-logits cache."""
+        self.host_parts: list[HostPart] | None = None
+        """While a graph is captured: what each of its replays must do on the host."""
         self._requests: dict[int, Request] = {}
         self._staged: dict[int, tuple[int, ...]] = {}
         self._unseeded = 0
@@ -179,6 +186,13 @@ class SamplingState:
             self.positions.index_copy_(0, staged[:, 0], staged[:, -1])
             self._staged.clear()
 
+    def on_host(self, plan: "ShardPlan", act: "HostPart") -> None:
+        """Do what a step does besides launching kernels: now, or at every replay of its graph."""
+        if self.host_parts is None:
+            act(plan)
+        else:
+            self.host_parts.append(act)
+
     def agree(self, error: ValueError | None = None, **replicated: object) -> None:
         """In debug mode, raise on every rank if `replicated` differs on any (see `debug.agree`)."""
         if self.debug:
@@ -186,8 +200,8 @@ class SamplingState:
         elif error is not None:
             raise error
 
-    def _zeros(self, *columns: int) -> Tensor:
-        return torch.zeros(self.max_num_reqs, *columns, dtype=torch.int64, device=self.device)
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
     def _common(self, number: int) -> int:
         """The first rank's number."""

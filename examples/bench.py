@@ -32,7 +32,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_sample import (
-    EXCHANGES,
     BatchSharder,
     Sampler,
     SamplingParams,
@@ -40,6 +39,7 @@ from dtensor_sample import (
     ShardPlan,
     vocab_sharded,
 )
+from dtensor_sample.exchange import EXCHANGES
 
 Step = Callable[[], Tensor]
 """One way to sample: token ids [B]."""

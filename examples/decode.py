@@ -32,7 +32,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from weights import Checkpoint, open_checkpoint
 
 from dtensor_sample import (
-    EXCHANGES,
     BatchSharder,
     Drafter,
     NgramDrafter,
@@ -42,6 +41,7 @@ from dtensor_sample import (
     ShardPlan,
     vocab_sharded,
 )
+from dtensor_sample.exchange import EXCHANGES
 
 # A rank that hangs ends the others after this, unless it may be compiling.
 TIMEOUT, COMPILE_TIMEOUT = timedelta(seconds=30), timedelta(minutes=10)

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from dtensor_sample import EXCHANGES
+from dtensor_sample.exchange import EXCHANGES
 
 DRAFTERS = ("ngram", "draft")
 METHODS = ("standard", "block")

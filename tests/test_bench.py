@@ -6,7 +6,8 @@ import bench
 import pytest
 import torch
 
-from dtensor_sample import EXCHANGES, vocab_sharded
+from dtensor_sample import vocab_sharded
+from dtensor_sample.exchange import EXCHANGES
 from tests.batches import shard_vocab
 from tests.pool import worlds
 

@@ -21,10 +21,12 @@ from dtensor_sample import (
     BatchSharder,
     NgramDrafter,
     RejectionSampler,
+    Sampler,
     SamplingParams,
     SamplingState,
     replicated,
 )
+from tests.batches import shard_vocab
 from tests.pool import worlds
 
 ROOT = Path(__file__).parents[1]
@@ -113,6 +115,10 @@ def run_docstrings(mesh: DeviceMesh) -> tuple[int, str]:
         "drafter": drafter,
         "sharder": sharder,
         "verifier": RejectionSampler(state),
+        "state": state,
+        "sampler": Sampler(state),
+        "hidden": torch.ones(2, V),
+        "lm_head": lambda hidden: shard_vocab(hidden, mesh),
     }
     report = io.StringIO()
     runner = doctest.DocTestRunner(verbose=False)

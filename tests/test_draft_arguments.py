@@ -283,7 +283,7 @@ MANY = {
     "draft plan older than drafts": (
         lambda b: (b.plan(), b.draft(b.plan([1])))[0],
         lambda b, plan: b.draft(plan),
-        ("plan", "slot 1", "rank 0", "after"),
+        ("plan", "slot 0", "rank 0", "after"),
     ),
     "no room": (
         out_of_room,

@@ -155,7 +155,7 @@ def kept_rows(state: SamplingState, slots: list[int]) -> list[int]:
     """Rows of the cache on this rank that hold drafts now."""
     cache, rank = state.drafts, state.axis.rank
     first = [
-        (cache.first_row(slot), cache.steps(slot))
+        (cache._kept[slot].block * K, cache.steps(slot))
         for slot in slots
         if cache.exchange != "batch" or cache._kept[slot].owner == rank
     ]

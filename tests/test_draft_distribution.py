@@ -12,6 +12,7 @@ from dtensor_sample import (
     RejectionSampler,
     SamplingParams,
     SamplingState,
+    ShardPlan,
     ops,
 )
 from dtensor_sample.random import COIN, DRAFT, RECOVERY, TARGET
@@ -41,9 +42,10 @@ class Engine:
         )
         for slot in range(requests):
             self.state.add(slot, SamplingParams())
-        sharder, slots = BatchSharder(self.state), range(requests)
-        self.draft_plan = sharder.plan(slots)
-        self.plan = sharder.plan(slots, [K + 1] * requests)
+        self.sharder, self.slots = BatchSharder(self.state), range(requests)
+        self.draft_plan = self.sharder.plan(self.slots)
+        self.plan: ShardPlan | None = None
+        """Made once, after the first drafts: all later ones are kept in the same places."""
         self.drafter = DraftSampler(self.state)
         self.verifier = RejectionSampler(self.state, method=method)
         self.context = torch.zeros(requests, dtype=torch.int64, device=mesh.device_type)
@@ -55,6 +57,8 @@ class Engine:
         for step in range(self.K):
             rows = shard_vocab(self.draft_plan.select(self.log_q[contexts[-1]]), self.mesh)
             contexts.append(1 + self.drafter(rows, self.draft_plan, step=step))
+        if self.plan is None:
+            self.plan = self.sharder.plan(self.slots, [self.K + 1] * len(self.slots))
         selected = self.plan.select(self.log_p[torch.stack(contexts, 1)].flatten(0, 1))
         drafts = torch.stack(contexts[1:], 1) - 1
         output = self.verifier(shard_vocab(selected, self.mesh), self.plan, drafts)

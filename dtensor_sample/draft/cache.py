@@ -57,6 +57,7 @@ class DraftCache:
         """Columns of a vocabulary shard of the draft logits, padding included."""
         self._kept: dict[int, _Kept] = {}
         self._free: list[list[int]] = []
+        """Free blocks of each holder, the next one first."""
 
     @property
     def bytes(self) -> int:
@@ -78,90 +79,127 @@ class DraftCache:
         """How many draft tokens of a slot have logits here; 0 with one-hot drafts or none."""
         return self._kept[slot].steps if slot in self._kept else 0
 
-    def first_row(self, slot: int) -> int:
-        """The row of draft token 0 of a slot, on its owner; -1 without logits."""
-        return self._kept[slot].block * self.K if slot in self._kept else -1
+    def blocks(
+        self, slots: Sequence[int], owners: Sequence[int], exchange: Exchange
+    ) -> tuple[int, ...]:
+        """[B] the block that has each request's drafts, or would; -1: there is no room for them."""
+        if exchange.name != (self.exchange or exchange.name):
+            return (-1,) * len(slots)
+        size, holders = self._blocks(exchange)
+        free: Sequence[Sequence[int]] = self._free or [range(size)] * holders
+        taken, blocks = [0] * holders, []
+        for slot, owner in zip(slots, owners, strict=True):
+            holder, kept = self._holder(owner, exchange), self._kept.get(slot)
+            if kept is not None:
+                blocks.append(kept.block if kept.owner == holder else -1)
+            elif taken[holder] < len(free[holder]):
+                blocks.append(free[holder][taken[holder]])
+                taken[holder] += 1
+            else:
+                blocks.append(-1)
+        return tuple(blocks)
 
     def digest(self, slots: Sequence[int]) -> object:
         """What must be the same on every rank about the drafts of `slots`."""
         return [(self._kept[s].owner, self._kept[s].steps) if s in self._kept else 0 for s in slots]
 
-    def check(self, plan: ShardPlan, logits: object) -> None:
+    def check(self, plan: ShardPlan) -> None:
         """Refuse a step in which the drafts that its requests have could not be read.
 
         Raises:
-            ValueError: drafts kept under another exchange or by another rank than the owner, or in
-                other columns than those of the logits beside them.
+            ValueError: drafts kept under another exchange, or drawn after the plan was made.
         """
-        for slot, owner in zip(plan.slots, plan.owners, strict=True):
-            if slot not in self._kept:
+        for slot, owner, block, steps in zip(
+            plan.slots, plan.owners, plan.draft_blocks, plan.draft_steps, strict=True
+        ):
+            if slot not in self._kept and steps == 0:
                 continue
-            self._check_layout(plan.exchange, logits)
-            if self.pinned(slot, plan.exchange) not in (None, owner):
+            self._check_exchange(plan.exchange)
+            kept = self._kept.get(slot)
+            if kept is None or (kept.block, kept.steps) != (block, steps):
+                found = "none are kept" if kept is None else f"{kept.steps} are kept"
                 raise ValueError(
-                    f"plan must be made after the drafts of slot {slot} were drawn: rank "
-                    f"{self._kept[slot].owner} keeps them, and the plan's owner is rank {owner}"
+                    f"plan must be made after the drafts of slot {slot} were drawn: {found}, by "
+                    f"rank {owner if kept is None else kept.owner}, and the plan, whose owner is "
+                    f"rank {owner}, knows of {steps}"
                 )
 
-    def check_step(self, plan: ShardPlan, step: int, keep: Sequence[bool], logits: object) -> None:
-        """Refuse drafts that could not be kept: the arguments of `write`, before any collective.
+    def check_columns(self, logits: object, slots: Sequence[int]) -> None:
+        """Refuse logits whose columns lie otherwise than those that are kept of any of `slots`."""
+        shape = getattr(logits, "shape", ())
+        if self.exchange != "vocab" or not shape or not any(slot in self._kept for slot in slots):
+            return
+        if (columns := self._columns(shape[-1])) != self.columns:
+            raise ValueError(
+                f"logits must have {self.columns} columns a rank with padding, as the draft logits "
+                f'that are kept under "vocab", got {columns}'
+            )
+
+    def check_step(self, plan: ShardPlan, step: int, keep: Sequence[bool]) -> None:
+        """Refuse drafts that could not be kept: the arguments of `keep`, before any collective.
 
         Raises:
-            ValueError: steps out of order, chosen tokens after drawn ones, logits of another dtype
-                or layout than the cache's, or a plan made when its owners had more room.
+            ValueError: steps out of order, chosen tokens after drawn ones, or a plan made when its
+                owners had more room.
         """
-        self.check(plan, logits)
-        if self.logits_MSw is not None and any(keep):
-            dtype = getattr(logits, "dtype", None)
-            if dtype != self.logits_MSw.dtype:
-                raise ValueError(f"draft_logits must stay {self.logits_MSw.dtype}, got {dtype}")
-            self._check_layout(plan.exchange, logits)
-        room = self.room() if plan.exchange.name == "batch" else [self.num_slots] * self.axis.size
-        for slot, owner, wanted in zip(plan.slots, plan.owners, keep, strict=True):
+        for slot, owner, block, wanted in zip(
+            plan.slots, plan.owners, plan.draft_blocks, keep, strict=True
+        ):
+            kept, holder = self._kept.get(slot), self._holder(owner, plan.exchange)
+            if kept is not None or (wanted and self.exchange is not None):
+                self._check_exchange(plan.exchange)
             if wanted and step > self.steps(slot):
                 raise ValueError(
                     f"step must be at most {self.steps(slot)} for slot {slot}, the number of its "
                     f"draft tokens so far, got {step}"
                 )
-            if not wanted and step > 0 and slot in self._kept:
+            if not wanted and step > 0 and kept is not None:
                 raise ValueError(
                     f"step must be 0 for greedy drafts of slot {slot}, since those before were "
                     f"drawn, got {step}"
                 )
-            room[owner] -= wanted and slot not in self._kept
-            if room[owner] < 0:
+            free = block >= 0 and (not self._free or block in self._free[holder])
+            if wanted and not (free if kept is None else kept.block == block):
                 raise ValueError(
                     f"plan must be made after other drafts were drawn: its owner of slot {slot}, "
-                    f"rank {owner}, has no room left to keep more"
+                    f"rank {owner}, has no room for more, or none where the plan looked"
                 )
 
-    def write(
-        self, logits: Logits, plan: ShardPlan, step: int, keep: Sequence[bool], width: int
-    ) -> None:
-        """Keep the logits of draft token `step`.
+    def check_dtype(self, logits: object) -> None:
+        """Refuse draft logits of another dtype than those that are kept."""
+        dtype = getattr(logits, "dtype", None)
+        if self.logits_MSw is not None and dtype != self.logits_MSw.dtype:
+            raise ValueError(f"draft_logits must stay {self.logits_MSw.dtype}, got {dtype}")
+
+    def keep(self, plan: ShardPlan, step: int, wanted: Sequence[bool]) -> None:
+        """Note on the host that draft token `step` of these requests is kept, or not `wanted`."""
+        if any(wanted) and self.exchange is None:
+            size, holders = self._blocks(plan.exchange)
+            self.exchange, self._free = plan.exchange.name, [[*range(size)] for _ in range(holders)]
+        for slot, owner, block, keep in zip(
+            plan.slots, plan.owners, plan.draft_blocks, wanted, strict=True
+        ):
+            if not keep:
+                self.forget([slot])
+                continue
+            if slot not in self._kept:
+                holder = self._holder(owner, plan.exchange)
+                self._free[holder].remove(block)
+                self._kept[slot] = _Kept(holder, block)
+            self._kept[slot].steps = step + 1
+
+    def write(self, logits: Logits, rows_R: Tensor, width: int) -> None:
+        """Keep draft logits on the device.
 
         Args:
-            logits: of the plan's local rows, as its exchange placed them. Padding writes nothing.
-            plan: of one row a request.
-            step: in [0, K); 0 begins a new block of drafts.
-            keep: [B], False for drafts that were chosen rather than drawn: one-hot.
+            logits: R rows, as the exchange placed them.
+            rows_R: [R] int64, where each row goes; -1: nowhere.
             width: of the whole logits, padding of the vocabulary included.
         """
-        if any(keep) and self.logits_MSw is None:
-            self._allocate(logits, plan.exchange, width)
-        local = []
-        for slot, owner, wanted in zip(plan.slots, plan.owners, keep, strict=True):
-            if not wanted:
-                self.forget([slot])
-            else:
-                self._of(slot, owner if plan.exchange.name == "batch" else 0).steps = step + 1
-            if plan.exchange.name != "batch" or owner == self.axis.rank:
-                local.append(self.first_row(slot) + step if wanted else -1)
-        if self.logits_MSw is not None and any(keep):
-            rows = torch.full((logits.x_NSv.shape[0],), -1)
-            rows[: len(local)] = torch.tensor(local, dtype=torch.int64)
-            rows = rows.to(self.logits_MSw.device, non_blocking=True)
-            store(self.logits_MSw.flatten(1), rows, logits.x_NSv)
+        if self.logits_MSw is None:
+            self._allocate(logits, width)
+        assert self.logits_MSw is not None
+        store(self.logits_MSw.flatten(1), rows_R, logits.x_NSv)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Invalidate the drafts of some slots, if they have any."""
@@ -169,36 +207,30 @@ class DraftCache:
             if (kept := self._kept.pop(slot, None)) is not None:
                 self._free[kept.owner].append(kept.block)
 
-    def _check_layout(self, exchange: Exchange, logits: object) -> None:
+    def _check_exchange(self, exchange: Exchange) -> None:
         if exchange.name != self.exchange:
             raise ValueError(
                 f'exchange must be "{self.exchange}", under which drafts are kept, '
                 f'got "{exchange.name}"'
             )
-        shape = getattr(logits, "shape", ())
-        if exchange.name == "vocab" and shape and self._columns(shape[-1]) != self.columns:
-            raise ValueError(
-                f"logits must have {self.columns} columns a rank with padding, as the draft logits "
-                f'that are kept under "vocab", got {self._columns(shape[-1])}'
-            )
+
+    def _holder(self, owner: int, exchange: Exchange) -> int:
+        return owner if exchange.name == "batch" else 0
+
+    def _blocks(self, exchange: Exchange) -> tuple[int, int]:
+        """Blocks of each holder, and how many holders there are."""
+        holders = self.axis.size if exchange.name == "batch" else 1
+        return -(-self.num_slots // holders), holders
 
     def _columns(self, width: int) -> int:
         """Columns of every vocabulary shard but shorter last ones."""
         return -(-width // self.axis.size)
 
-    def _allocate(self, logits: Logits, exchange: Exchange, width: int) -> None:
-        holders = self.axis.size if exchange.name == "batch" else 1
-        blocks = -(-self.num_slots // holders)
-        kept = logits.x_NSv.shape[2] if exchange.name == "vocab" else self.vocab_size
+    def _allocate(self, logits: Logits, width: int) -> None:
+        blocks = -(-self.num_slots // len(self._free))
+        kept = logits.x_NSv.shape[2] if self.exchange == "vocab" else self.vocab_size
         with torch.inference_mode(False):  # written by steps inside and outside of it
             self.logits_MSw = torch.empty(
                 (blocks * self.K, 1, kept), dtype=logits.x_NSv.dtype, device=logits.x_NSv.device
             )
-        self.exchange, self.columns = exchange.name, self._columns(width)
-        self._free = [list(range(blocks)) for _ in range(holders)]
-
-    def _of(self, slot: int, holder: int) -> _Kept:
-        """The entry of a slot, with a block of the holder's if it has none yet."""
-        if slot not in self._kept:
-            self._kept[slot] = _Kept(holder, self._free[holder].pop())
-        return self._kept[slot]
+        self.columns = self._columns(width)

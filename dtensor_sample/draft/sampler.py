@@ -1,5 +1,7 @@
 """Drawing draft tokens, and keeping what they were drawn from."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -46,24 +48,39 @@ class DraftSampler:
         Raises:
             ValueError: names the argument; on every rank alike, before any collective.
         """
-        state, plan = self.state, check_plan(plan, self.state)
-        kept, error = [], None
+        state, plan, error = self.state, check_plan(plan, self.state), None
         try:
             step = check.integer("step", step, 0, state.num_speculative_tokens - 1)
-            kept = [not (self.greedy or state.request(slot).params.greedy) for slot in plan.slots]
-            state.drafts.check_step(plan, step, kept, draft_logits)
+            state.drafts.check_columns(draft_logits, plan.slots)
+            if any(self._drawn(plan)):
+                state.drafts.check_dtype(draft_logits)
+            state.on_host(plan, partial(self._check, step=step))
         except ValueError as refused:
             error = refused
         rows = plan.place(
             draft_logits, state, most_rows=1, error=error, step=step, greedy=self.greedy
         )
-        state.drafts.write(rows, plan, step, kept, draft_logits.shape[-1])
+        state.on_host(plan, partial(self._keep, step=step))
         params, filters = plan.row_params(), plan.filters
         if self.greedy:
             params = params._replace(greedy=torch.ones_like(params.greedy))
             filters = filters_of([])
+        if filters.drawn:
+            row_R = plan.row_draft_rows
+            row_R = torch.where(params.greedy | (row_R < 0), -1, row_R + step)
+            state.drafts.write(rows, row_R, draft_logits.shape[-1])
         position_R = plan.row_positions()
         step_R = torch.full_like(position_R, step)
         uniform_R = ops.uniform(params.seed, position_R, step_R, DRAFT)
         drawn_RW = draw(rows, params, uniform_R, filters, plan.exchange, state.vocab_size)
         return plan.settle(drawn_RW)[:, 0]
+
+    def _drawn(self, plan: ShardPlan) -> list[bool]:
+        """[B] whether each request's draft is drawn, and not chosen."""
+        return [not (self.greedy or request.params.greedy) for request in plan.requests]
+
+    def _check(self, plan: ShardPlan, step: int) -> None:
+        self.state.drafts.check_step(plan, step, self._drawn(plan))
+
+    def _keep(self, plan: ShardPlan, step: int) -> None:
+        self.state.drafts.keep(plan, step, self._drawn(plan))

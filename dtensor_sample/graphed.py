@@ -1,0 +1,214 @@
+"""A whole step as one CUDA graph: from hidden states to tokens, exchange and gather included.
+
+A graph repeats the kernels and the shapes that it was captured with. What changes from step to step
+is therefore data: a plan is one packed tensor of indices, parameters and positions are rows of the
+state's tables, and all of them are updated in place. Shapes come from a few row capacities, to one
+of which each plan is padded. Which graph a step takes follows from replicated host data, so ranks
+agree on it without talking.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtensor_sample import check
+from dtensor_sample.plan import ShardPlan, check_plan
+from dtensor_sample.sharder import BatchSharder
+from dtensor_sample.state import HostPart, SamplingState
+
+
+class _Inputs:
+    """Where the steps of one kind find what changes: the indices of a plan, and tensors."""
+
+    def __init__(self, plan: ShardPlan, tensors: Sequence[Tensor]) -> None:
+        lanes, device = len(plan.batch_slots), plan.state.device
+        with torch.inference_mode(False):  # written by steps inside and outside of it
+            self.packed = torch.empty_like(plan.packed)
+            self.positions = plan.batch_slots.new_zeros(lanes)
+            self.tensors = [
+                torch.zeros((lanes, *t.shape[1:]), dtype=t.dtype, device=device) for t in tensors
+            ]
+
+    def fill(self, plan: ShardPlan, tensors: Sequence[Tensor]) -> ShardPlan:
+        """Write them; the plan as it is read from here."""
+        self.packed.copy_(plan.packed, non_blocking=True)
+        for here, given in zip(self.tensors, tensors, strict=True):
+            here[: len(given)].copy_(given, non_blocking=True)
+        if plan.positions is None:
+            return plan.on(self.packed, None)
+        self.positions[: len(plan.positions)].copy_(plan.positions, non_blocking=True)
+        return plan.on(self.packed, self.positions)
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """A captured step."""
+
+    graph: torch.cuda.CUDAGraph
+    output: Any
+    """What `fn` returned: every replay writes it anew."""
+    host_parts: Sequence[HostPart]
+    """What each replay must do on the host."""
+
+
+class GraphedStep:
+    """Runs a function of a plan and tensors as CUDA graphs, one for each kind of step.
+
+    The first step of a kind runs as it is, the second one is captured, and from then on they are
+    replayed: the same bits each time. Kinds differ in the capacity, the exchange, whether any
+    request draws, uses top-k or top-p, whether drafts with logits are verified, whether positions
+    are given, and the shapes of tensors but for their rows. Without CUDA, or with a state in debug
+    mode, every step runs as it is.
+
+    Graphs hold collectives: `close` before `destroy_process_group`, which may hang otherwise.
+
+    Args:
+        fn: the step, called as `fn(plan, *tensors)`: samplers of the state and any other work that
+            a CUDA graph can hold, no host sync among it. Returns tensors [requests, ...], a
+            SamplerOutput, or tuples, lists, dicts or dataclasses of these.
+        state: the one that the samplers in `fn` use.
+        capacities: rows of an owner that graphs are made for. Where every rank holds all rows
+            ("vocab", "replicate"), there are P times as many.
+        owners: as of `BatchSharder`.
+
+    Raises:
+        ValueError: names the argument.
+
+    Example:
+        >>> decode = lambda plan, hidden: sampler(lm_head(plan.select(hidden)), plan)
+        >>> step = GraphedStep(decode, state, capacities=[4, 32, 128])    # doctest: +SKIP
+        >>> plan = step.plan(slots)                                       # doctest: +SKIP
+        >>> output = step(plan, hidden)                                   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        state: SamplingState,
+        *,
+        capacities: Sequence[int],
+        owners: str = "balanced",
+    ) -> None:
+        if not callable(fn):
+            raise ValueError(f"fn must be callable, got {type(fn).__name__}")
+        self.fn, self.state = fn, check.instance("state", state, SamplingState)
+        if not check.integers("capacities", capacities, None, 1):
+            raise ValueError("capacities must name at least one capacity, got none")
+        self._sharder = BatchSharder(state, owners=owners, buckets=capacities)
+        self._inputs: dict[Hashable, _Inputs] = {}
+        self._graphs: dict[Hashable, _Graph | None] = {}
+        self._pool: Any = None
+
+    def plan(
+        self,
+        slots: Sequence[int],
+        num_logits: Sequence[int] | None = None,
+        *,
+        query_start_loc: Sequence[int] | None = None,
+        exchange: str | None = None,
+        positions: Sequence[int] | Tensor | None = None,
+    ) -> ShardPlan:
+        """As `BatchSharder.plan`, padded to the smallest capacity that holds the rows.
+
+        Raises:
+            ValueError: also if no capacity does.
+        """
+        return self._sharder.plan(
+            slots,
+            num_logits,
+            query_start_loc=query_start_loc,
+            exchange=exchange,
+            positions=positions,
+        )
+
+    @torch.no_grad()
+    def __call__(self, plan: ShardPlan, *tensors: Tensor) -> Any:
+        """Run a step; every rank of the axis must call this.
+
+        Args:
+            plan: of this object's `plan`.
+            tensors: plain tensors for `fn`, each of at most as many rows as the padded plan has
+                requests, `len(plan.batch_slots)`. They are copied to where graphs read them.
+
+        Returns:
+            What `fn` returns, for the B requests of the plan. The next step may overwrite it.
+
+        Raises:
+            ValueError: names the argument; on every rank alike, before any collective.
+        """
+        plan, error = check_plan(plan, self.state), None
+        lanes, B = len(plan.batch_slots), len(plan.slots)
+        try:
+            plan.check_current(self.state)
+            _check_tensors(tensors, lanes)
+        except ValueError as refused:
+            error = refused
+        self.state.agree(error)
+        if lanes == 0:
+            return self.fn(plan, *tensors)
+        kind = plan.structure, *((t.shape[1:], t.dtype) for t in tensors)
+        if kind not in self._inputs:
+            self._inputs[kind] = _Inputs(plan, tensors)
+        inputs = self._inputs[kind]
+        static_plan = inputs.fill(plan, tensors)
+        if kind not in self._graphs:
+            output = self.fn(static_plan, *inputs.tensors)
+            if self.state.device.type == "cuda" and not self.state.debug:
+                self._graphs[kind] = None  # the next one is captured
+            return _head(output, lanes, B)
+        made = self._graphs[kind]
+        if made is None:
+            made = self._graphs[kind] = self._capture(static_plan, inputs.tensors)
+        for part in made.host_parts:
+            part(plan)
+        made.graph.replay()
+        return _head(made.output, lanes, B)
+
+    def _capture(self, plan: ShardPlan, tensors: Sequence[Tensor]) -> _Graph:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        host_parts = self.state.host_parts = []
+        try:
+            # Other threads, NCCL's watchdog among them, may go on with calls of their own.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                output = self.fn(plan, *tensors)
+        finally:
+            self.state.host_parts = None
+        return _Graph(graph, output, host_parts)
+
+    def close(self) -> None:
+        """Free the graphs and what they read from; steps after this begin anew."""
+        self._graphs.clear()
+        self._inputs.clear()
+        self._pool = None
+
+
+def _check_tensors(tensors: Sequence[object], lanes: int) -> None:
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+            raise ValueError(f"tensors[{i}] must be a plain tensor, got {type(tensor).__name__}")
+        if tensor.ndim == 0 or len(tensor) > lanes:
+            raise ValueError(
+                f"tensors[{i}] must have 1 to {lanes} rows, as many as requests fit into the plan, "
+                f"got shape {list(tensor.shape)}"
+            )
+
+
+def _head(output: Any, lanes: int, B: int) -> Any:
+    """The B requests of a step with `lanes` of them."""
+    if isinstance(output, Tensor):
+        return output[:B] if output.ndim and len(output) == lanes else output
+    if isinstance(output, dict):
+        return {name: _head(value, lanes, B) for name, value in output.items()}
+    if isinstance(output, list | tuple):
+        parts = [_head(value, lanes, B) for value in output]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+    if is_dataclass(output) and not isinstance(output, type):
+        named = {f.name: _head(getattr(output, f.name), lanes, B) for f in fields(output)}
+        return replace(output, **named)
+    return output

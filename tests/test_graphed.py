@@ -1,0 +1,213 @@
+"""Steps of a few shapes, and their CUDA graphs: the eager bits over the life of an engine."""
+
+import numpy as np
+import pytest
+import torch
+
+from dtensor_sample import (
+    BatchSharder,
+    DraftSampler,
+    GraphedStep,
+    RejectionSampler,
+    Sampler,
+    SamplerOutput,
+    SamplingParams,
+    SamplingState,
+)
+from tests.batches import random_batch, random_params, shard_vocab
+from tests.pool import FEW_WORLDS, worlds
+
+V, PADDING, K, SLOTS = 61, 3, 3, 9
+NAMES = ("token_ids", "num_sampled", "num_rejected", "num_nans", "failed")
+CAPACITIES = (2, 5, (K + 1) * SLOTS)
+
+
+class Engine:
+    """One state and the three steps of it, as they are or in graphs."""
+
+    def __init__(self, mesh, exchange: str, method: str, graphed: bool) -> None:
+        self.mesh = mesh
+        self.state = SamplingState(
+            mesh,
+            vocab_size=V,
+            max_num_reqs=SLOTS,
+            num_speculative_tokens=K,
+            exchange=exchange,
+            seed=3,
+        )
+        self.sharder = BatchSharder(self.state)
+        self.sampler, self.drafter = Sampler(self.state), DraftSampler(self.state)
+        self.verifier = RejectionSampler(self.state, method=method)
+        steps = {name: getattr(self, name) for name in ("sample", "draft", "verify")}
+        self.graphs = {
+            name: GraphedStep(fn, self.state, capacities=CAPACITIES)
+            for name, fn in steps.items()
+            if graphed
+        }
+
+    def sample(self, plan, rows):
+        return self.sampler(shard_vocab(plan.select(rows), self.mesh), plan)
+
+    def draft(self, plan, rows):
+        steps = [
+            self.drafter(shard_vocab(plan.select(rows[:, k]), self.mesh), plan, step=k)
+            for k in range(K)
+        ]
+        return {"drafts": torch.stack(steps, 1)}
+
+    def verify(self, plan, rows, drafts):
+        return self.verifier(shard_vocab(plan.select(rows), self.mesh), plan, drafts)
+
+    def run(self, name: str, slots, rows, positions, *tensors):
+        inputs = [t.to(self.mesh.device_type) for t in tensors]
+        if (graphed := self.graphs.get(name)) is not None:
+            output = graphed(graphed.plan(slots, rows, positions=positions), *inputs)
+        else:
+            plan = self.sharder.plan(slots, rows, positions=positions)
+            output = getattr(self, name)(plan, *inputs)
+        if isinstance(output, SamplerOutput):
+            return {n: getattr(output, n).tolist() for n in NAMES}
+        return output["drafts"].tolist()
+
+
+def life(mesh, exchange: str, method: str, steps: int) -> tuple[int, int]:
+    """Compare two engines step by step; how many steps ran, and how many graphs there were."""
+    rng = np.random.default_rng(5)
+    plain, graphed = (Engine(mesh, exchange, method, on) for on in (False, True))
+    live: set[int] = set()
+    drafted: dict[int, list[int]] = {}
+
+    def both(name, slots, *args):
+        wanted, got = (engine.run(name, slots, *args) for engine in (plain, graphed))
+        assert got == wanted, (name, slots)
+        live_slots = sorted(live)
+        at = [e.state.positions[live_slots].tolist() for e in (plain, graphed)]
+        assert at[0] == at[1], name
+        return wanted
+
+    def logits(count: int) -> torch.Tensor:
+        made = random_batch(int(rng.integers(2**32)), count, V, padding=PADDING).logits
+        return (made / 4).to(torch.bfloat16)
+
+    for _ in range(steps):
+        for slot in rng.permutation(SLOTS)[:2].tolist():
+            if slot in live and rng.random() < 0.3:
+                live.discard(slot)
+                drafted.pop(slot, None)
+                for engine in (plain, graphed):
+                    engine.state.remove(slot)
+            elif slot not in live:
+                live.add(slot)
+                params, position = random_params(rng, V), int(rng.integers(2**40))
+                for engine in (plain, graphed):
+                    engine.state.add(slot, params, position=position)
+        slots = rng.permutation(sorted(live)).tolist()[: int(rng.integers(SLOTS + 1))]
+        given = rng.integers(2**40, size=len(slots)).tolist() if rng.random() < 0.2 else None
+        kind = rng.integers(3)
+        if kind == 0:
+            both("sample", slots, None, given, logits(len(slots)))
+        elif kind == 1:
+            rows = logits(len(slots) * K).view(len(slots), K, V + PADDING)
+            drawn = both("draft", slots, None, given, rows)
+            drafted.update(zip(slots, drawn, strict=True))
+        else:
+            rows = rng.integers(1, K + 2, len(slots)).tolist()
+            chosen = [drafted.get(s, rng.integers(-1, V, K).tolist()) for s in slots]
+            drafts = torch.tensor(chosen, dtype=torch.int64).view(len(slots), K)
+            both("verify", slots, rows, given, logits(sum(rows)), drafts)
+        if kind != 1:
+            for slot in slots:
+                drafted.pop(slot, None)
+    count = sum(len(g._graphs) for g in graphed.graphs.values())
+    for g in graphed.graphs.values():
+        g.close()
+    return steps, count
+
+
+@worlds(*FEW_WORLDS)
+@pytest.mark.parametrize(
+    ("exchange", "method"), [("batch", "block"), ("vocab", "standard"), ("replicate", "block")]
+)
+def test_a_life_in_graphs(ranks, exchange, method):
+    """Catches anything that a graph has frozen: plans, params, seeds, owners, drafts, their places.
+
+    On CPUs the same padded steps run without graphs.
+    """
+    steps = 1000 if ranks.device_type == "cuda" else 60
+    results = ranks.run(life, exchange, method, steps, timeout=280)
+    assert results == [results[0]] * ranks.size
+    assert (results[0][1] > 10) == (ranks.device_type == "cuda")
+
+
+def state_of(mesh, **kwargs) -> SamplingState:
+    state = SamplingState(mesh, vocab_size=V, max_num_reqs=SLOTS, seed=0, **kwargs)
+    for slot in range(4):
+        state.add(slot, SamplingParams(seed=slot))
+    return state
+
+
+def refusals(mesh) -> tuple[list[str], list[int]]:
+    """What a step says to bad arguments, and that the next one works."""
+    state = state_of(mesh)
+    sampler, said = Sampler(state), []
+    step = GraphedStep(
+        lambda plan, rows: sampler(shard_vocab(plan.select(rows), mesh), plan),
+        state,
+        capacities=[1],
+    )
+    rows = torch.randn(4, V, generator=torch.Generator().manual_seed(1)).to(mesh.device_type)
+    old = step.plan([0])
+    state.remove(0)
+    state.add(0, SamplingParams(seed=0))
+    fits = list(range(mesh.size()))[:4]
+    for attempt in (
+        lambda: step.plan([0, 1, 2, 3]),
+        lambda: step(old, rows[:1]),
+        lambda: step(step.plan([0]), shard_vocab(rows[:1], mesh)),
+        lambda: step(step.plan([0]), torch.zeros(2 * mesh.size(), V)),
+        lambda: step(BatchSharder(state_of(mesh)).plan([0]), rows[:1]),
+        lambda: step("plan", rows[:1]),  # type: ignore[arg-type]
+    ):
+        try:
+            attempt()
+        except ValueError as refused:
+            said.append(str(refused))
+        else:
+            said.append("")
+    return said, step(step.plan(fits), rows[: len(fits)]).token_ids[:, 0].tolist()
+
+
+@worlds("cpu:2", "cuda:2")
+def test_refusals(ranks):
+    """Catches bad arguments that reach a graph, and a step after them that fails."""
+    results = ranks.run(refusals)
+    assert results == [results[0]] * 2
+    said, tokens = results[0]
+    wanted = (
+        "capacities must reach 2 rows an owner, got [1]",
+        "plan must be made after the request in slot 0 was added",
+        "tensors[0] must be a plain tensor, got DTensor",
+        "tensors[0] must have 1 to 2 rows, as many as requests fit into the plan, got shape [4, ",
+        "plan must be made for this sampler's state",
+        "plan must be a ShardPlan, got str",
+    )
+    for text, part in zip(said, wanted, strict=True):
+        assert part in text
+    assert min(tokens) >= 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("fn", 3), ("state", None), ("capacities", []), ("capacities", [0])]
+)
+@worlds("cpu:1")
+def test_refused_at_construction(ranks, name, value):
+    assert name in ranks.run(constructed, name, value)[0]
+
+
+def constructed(mesh, name, value) -> str:
+    arguments = {"fn": print, "state": state_of(mesh), "capacities": [1], name: value}
+    try:
+        GraphedStep(arguments["fn"], arguments["state"], capacities=arguments["capacities"])
+    except ValueError as refused:
+        return str(refused)
+    return ""
