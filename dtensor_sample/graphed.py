@@ -26,6 +26,7 @@ class _Inputs:
 
     def __init__(self, plan: ShardPlan, tensors: Sequence[Tensor]) -> None:
         lanes, device = len(plan.batch_slots), plan.state.device
+        self.plan: ShardPlan | None = None
         with torch.inference_mode(False):  # written by steps inside and outside of it
             self.packed = torch.empty_like(plan.packed)
             self.positions = plan.batch_slots.new_zeros(lanes)
@@ -33,15 +34,19 @@ class _Inputs:
                 torch.zeros((lanes, *t.shape[1:]), dtype=t.dtype, device=device) for t in tensors
             ]
 
-    def fill(self, plan: ShardPlan, tensors: Sequence[Tensor]) -> ShardPlan:
-        """Write them; the plan as it is read from here."""
-        self.packed.copy_(plan.packed, non_blocking=True)
+    def fill(self, plan: ShardPlan, tensors: Sequence[Tensor]) -> None:
+        """Write them; the indices of a plan that is already here stay."""
+        if plan is not self.plan:
+            self.packed.copy_(plan.packed, non_blocking=True)
+            self.plan = plan
+        if plan.positions is not None:
+            self.positions[: len(plan.positions)].copy_(plan.positions, non_blocking=True)
         for here, given in zip(self.tensors, tensors, strict=True):
             here[: len(given)].copy_(given, non_blocking=True)
-        if plan.positions is None:
-            return plan.on(self.packed, None)
-        self.positions[: len(plan.positions)].copy_(plan.positions, non_blocking=True)
-        return plan.on(self.packed, self.positions)
+
+    def static_plan(self, plan: ShardPlan) -> ShardPlan:
+        """The plan as it is read from here."""
+        return plan.on(self.packed, None if plan.positions is None else self.positions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +58,8 @@ class _Graph:
     """What `fn` returned: every replay writes it anew."""
     host_parts: Sequence[HostPart]
     """What each replay must do on the host."""
+    heads: dict[int, Any]
+    """The output for so many requests."""
 
 
 class GraphedStep:
@@ -154,19 +161,22 @@ class GraphedStep:
         if kind not in self._inputs:
             self._inputs[kind] = _Inputs(plan, tensors)
         inputs = self._inputs[kind]
-        static_plan = inputs.fill(plan, tensors)
+        inputs.fill(plan, tensors)
         if kind not in self._graphs:
-            output = self.fn(static_plan, *inputs.tensors)
+            output = self.fn(inputs.static_plan(plan), *inputs.tensors)
             if self.state.device.type == "cuda" and not self.state.debug:
                 self._graphs[kind] = None  # the next one is captured
             return _head(output, lanes, B)
         made = self._graphs[kind]
         if made is None:
-            made = self._graphs[kind] = self._capture(static_plan, inputs.tensors)
+            made = self._capture(inputs.static_plan(plan), inputs.tensors)
+            self._graphs[kind] = made
         for part in made.host_parts:
             part(plan)
         made.graph.replay()
-        return _head(made.output, lanes, B)
+        if B not in made.heads:
+            made.heads[B] = _head(made.output, lanes, B)
+        return made.heads[B]
 
     def _capture(self, plan: ShardPlan, tensors: Sequence[Tensor]) -> _Graph:
         if self._pool is None:
@@ -179,7 +189,7 @@ class GraphedStep:
                 output = self.fn(plan, *tensors)
         finally:
             self.state.host_parts = None
-        return _Graph(graph, output, host_parts)
+        return _Graph(graph, output, host_parts, {})
 
     def close(self) -> None:
         """Free the graphs and what they read from; steps after this begin anew."""

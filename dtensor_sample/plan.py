@@ -9,6 +9,7 @@ unpadded.
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ class ShardPlan:
 
     state: SamplingState
     """What the plan was made for."""
+    version: int
+    """The state's, when the plan was made."""
     exchange: Exchange
     """How this step's logits meet the sampler; `exchange.name` is its name."""
     slots: tuple[int, ...]
@@ -89,7 +92,7 @@ class ShardPlan:
     positions: Tensor | None
     """[B] int64 given by the caller, or None: the state's, which then advance."""
 
-    @property
+    @cached_property
     def structure(self) -> Hashable:
         """All that decides which operations a step runs and the shapes of its tensors."""
         sizes = (self.capacity, self.num_rows, self.request_capacity, self.draft_capacity)
@@ -197,6 +200,8 @@ class ShardPlan:
         """ValueError unless the plan is of this state, and of the requests that it has now."""
         if self.state is not state:
             raise ValueError("plan must be made for this sampler's state, got another state's")
+        if self.version == state.version:
+            return
         for slot, request in zip(self.slots, self.requests, strict=True):
             if state.request(slot) is not request:
                 raise ValueError(f"plan must be made after the request in slot {slot} was added")

@@ -217,6 +217,7 @@ class BatchSharder:
         on_device = packed.split([len(field) for field in fields])
         return ShardPlan(
             state=state,
+            version=state.version,
             exchange=exchange,
             slots=tuple(slots),
             requests=tuple(state.request(slot) for slot in slots),

@@ -107,6 +107,8 @@ class SamplingState:
         """The draft-logits cache."""
         self.host_parts: list[HostPart] | None = None
         """While a graph is captured: what each of its replays must do on the host."""
+        self.version = 0
+        """How often a slot was filled or freed: plans of one version have the same requests."""
         self._requests: dict[int, Request] = {}
         self._staged: dict[int, tuple[int, ...]] = {}
         self._unseeded = 0
@@ -156,6 +158,7 @@ class SamplingState:
             seed = derive_seed(self._base_seed, self._unseeded, child=1)
             self._unseeded += 1
         self._requests[slot] = Request(params, seed, start)
+        self.version += 1
         self._staged[slot] = (*pack(params, seed), start)
 
     def remove(self, slot: int) -> None:
@@ -164,6 +167,7 @@ class SamplingState:
         if self._requests.pop(slot, None) is None:
             raise ValueError(f"slot {slot} holds no request")
         self._staged.pop(slot, None)
+        self.version += 1
         self.drafts.forget([slot])
 
     def request(self, slot: int) -> "Request":

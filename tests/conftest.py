@@ -1,6 +1,7 @@
 """Fixtures that all tests share."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import hypothesis
 import pytest
@@ -11,6 +12,15 @@ from tests.pool import WORLDS, Pools, Ranks, World, start_server, world_params
 # The same examples in every run, and no time limit on one: the first may start worker processes.
 hypothesis.settings.register_profile("dtensor_sample", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("dtensor_sample")
+
+# What imports the examples needs the extra "examples", which a machine with its own torch may lack.
+collect_ignore = [] if find_spec("gguf") else ["test_examples.py", "test_integrations.py"]
+
+
+def pytest_report_header() -> list[str]:
+    return [
+        f"{name} is left out: it needs gguf (pip install '.[examples]')" for name in collect_ignore
+    ]
 
 
 def pytest_collection(session: pytest.Session) -> None:

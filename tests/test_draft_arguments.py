@@ -97,12 +97,12 @@ def drawn_alone(bench: Any) -> Any:
 
 
 def out_of_room(bench: Any) -> Any:
-    """Plans that each expect the first rank to have room, and drafts that fill it."""
-    plans = [bench.plan([slot]) for slot in range(3)]
+    """A plan that expects the first rank to have room, and drafts that fill it."""
     room = -(-SLOTS // bench.mesh.size())
-    for plan in plans[:room]:
-        bench.draft(plan)
-    return plans[room]
+    before = bench.plan([room])
+    for slot in range(room):
+        bench.draft(bench.plan([slot]))
+    return before
 
 
 def without_speculation(bench: Any) -> SamplingState:

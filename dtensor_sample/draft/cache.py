@@ -203,7 +203,7 @@ class DraftCache:
 
     def forget(self, slots: Sequence[int]) -> None:
         """Invalidate the drafts of some slots, if they have any."""
-        for slot in slots:
+        for slot in slots if self._kept else ():
             if (kept := self._kept.pop(slot, None)) is not None:
                 self._free[kept.owner].append(kept.block)
 
