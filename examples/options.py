@@ -97,15 +97,13 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--num-speculative-tokens",
         type=count,
-        default=4,
         metavar="N",
-        help="drafts of a prompt in each step, at most (default: %(default)s)",
+        help="drafts of a prompt in each step, at most (default: 4)",
     )
     add(
         "--method",
         choices=METHODS,
-        default="block",
-        help="how drafts are verified: block accepts at least as many (default: %(default)s)",
+        help="how drafts are verified: block accepts at least as many (default: block)",
     )
     add("--compile", action="store_true", help="run the sampler under torch.compile")
     add(
@@ -134,4 +132,9 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if (args.speculate == "draft") != (args.draft_model is not None):
         parser.error("--speculate draft and --draft-model need each other")
+    for name in ("num_speculative_tokens", "method"):
+        if getattr(args, name) is not None and args.speculate is None:
+            parser.error(f"--{name.replace('_', '-')} needs --speculate")
+    args.num_speculative_tokens = args.num_speculative_tokens or 4
+    args.method = args.method or "block"
     return args

@@ -118,6 +118,24 @@ def test_law_of_many_sequences(ranks, model, method):
     check(ranks, model, method, requests=100_000, K=3, seed=7)
 
 
+def first_ids(mesh, requests: int, method: str, greedy: bool) -> list[int]:
+    """How often each id comes first, after one draft each that was chosen or drawn."""
+    model = ([[0.3, 0.5, 0.2]] * 4, [[0.5, 0.3, 0.2]] * 4)
+    engine = Engine(mesh, model, requests, 1, method, 11)
+    engine.drafter = DraftSampler(engine.state, greedy=greedy)
+    tokens, _ = engine.step()
+    return tokens[:, 0].bincount(minlength=3).tolist()
+
+
+@worlds("cpu:1", "cpu:2", "cuda:1")
+@pytest.mark.parametrize("method", ["standard", "block"])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_q_is_what_was_drawn_from(ranks, method, greedy):
+    """Catches a q = softmax of logits whose largest was taken: ids come out as (.6, .4, 0)."""
+    counts = ranks.run(first_ids, 20_000, method, greedy)[0]
+    assert p_value(np.array(counts), np.array([0.3, 0.5, 0.2])) > 1e-4
+
+
 def counters(mesh, method: str) -> list[tuple[int, ...]]:
     """(stream, seed, position, offset) of every uniform number in some steps."""
     used: list[tuple[int, ...]] = []

@@ -671,6 +671,15 @@ def test_bad_options_are_refused(
     assert f"argument {arguments.split()[0]}: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", ["--num-speculative-tokens 3", "--method standard"])
+def test_options_of_speculation_need_it(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches an option that is silently ignored."""
+    assert error_of(*arguments.split(), monkeypatch=monkeypatch) == "2"
+    assert f"{arguments.split()[0]} needs --speculate" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", ["--speculate draft", "--draft-model x --speculate ngram"])
 def test_a_draft_model_and_its_use_need_each_other(
     arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -857,11 +866,14 @@ def test_one_process(small_path: Path, tmp_path: Path) -> None:
     assert "tokens/s" in stdout
 
 
-@pytest.fixture
-def long_run(small_path: Path, tmp_path: Path) -> Iterator[list[BaseProcess]]:
+@pytest.fixture(params=[(), ("--speculate", "ngram")], ids=["plain", "speculative"])
+def long_run(
+    request: pytest.FixtureRequest, small_path: Path, tmp_path: Path
+) -> Iterator[list[BaseProcess]]:
     """Two ranks in mid-decode, with no launcher that would end one for the other."""
     (tmp_path / "prompts").write_text("Hello\n" * 20000)
     command = (DECODE, "--model", small_path, "--prompt-file", tmp_path / "prompts")
+    command += request.param
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
