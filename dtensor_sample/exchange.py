@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from dtensor_sample import check
+from dtensor_sample.profile import profiled
 
 EXCHANGES = ("batch", "vocab", "replicate")
 """The names of the exchanges; "auto" picks one of them."""
@@ -137,6 +138,7 @@ class BatchExchange(Exchange):
 
     name = "batch"
 
+    @profiled("exchange")
     def place(self, local_Tv: Tensor, rows_P: list[int], width: int | None) -> Logits:
         if width is None:
             return _whole(self.own_rows(local_Tv, rows_P))
@@ -148,6 +150,7 @@ class BatchExchange(Exchange):
         first = sum(rows_P[: self.axis.rank])
         return every[first : first + rows_P[self.axis.rank]]
 
+    @profiled("gather")
     def settle(self, result_RW: Tensor, rows_P: list[int]) -> Tensor:
         most = max(rows_P)
         gathered = self.axis.all_gather(pad(result_RW, (0, 0, 0, most - result_RW.shape[0])))
@@ -163,6 +166,7 @@ class VocabExchange(Exchange):
     def whole(self) -> bool:
         return self.axis.size == 1
 
+    @profiled("exchange")
     def place(self, local_Tv: Tensor, rows_P: list[int], width: int | None) -> Logits:
         if width is None:
             width = -(-local_Tv.shape[1] // self.axis.size)
@@ -181,6 +185,7 @@ class VocabExchange(Exchange):
     def total(self, partial: Tensor) -> Tensor:
         return self.axis.all_reduce(partial, "sum")
 
+    @profiled("gather")
     def settle(self, result_RW: Tensor, rows_P: list[int]) -> Tensor:
         return self.axis.all_reduce(result_RW, "max")
 
@@ -190,11 +195,13 @@ class ReplicateExchange(Exchange):
 
     name = "replicate"
 
+    @profiled("exchange")
     def place(self, local_Tv: Tensor, rows_P: list[int], width: int | None) -> Logits:
         if width is None:
             return _whole(local_Tv)
         return _segmented(self.axis.all_gather(_padded(local_Tv, width)))
 
+    @profiled("gather")
     def settle(self, result_RW: Tensor, rows_P: list[int]) -> Tensor:
         return self.axis.all_gather(result_RW)[0]
 

@@ -25,6 +25,7 @@ from dtensor_sample.ops import ONE
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.plan import ShardPlan, check_plan
+from dtensor_sample.profile import profiled
 from dtensor_sample.random import COIN, RECOVERY, TARGET, scaled
 from dtensor_sample.state import SamplingState
 from dtensor_sample.weigh import Weighed, weigh
@@ -93,6 +94,7 @@ class Places(NamedTuple):
         return Places(p, q, self.one_hot_G[index_Q], self.ratio_G[index_Q])
 
 
+@profiled("verify")
 def verify(
     target: Logits,
     drafts: Drafts,
@@ -272,7 +274,8 @@ class RejectionSampler:
             raise ValueError("state must have num_speculative_tokens >= 1 to verify drafts, got 0")
         self.state, self.method = state, method
         self.compiled = check.instance("compile", compile, bool)
-        self._verify = torch.compile(verify, fullgraph=True, dynamic=True) if compile else verify
+        compiled = torch.compile(verify, fullgraph=True, dynamic=True)
+        self._verify = profiled("verify")(compiled) if compile else verify
 
     def __call__(
         self,

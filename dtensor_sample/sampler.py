@@ -8,11 +8,13 @@ from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.plan import ShardPlan, check_plan
+from dtensor_sample.profile import profiled
 from dtensor_sample.random import TARGET
 from dtensor_sample.state import SamplingState
 from dtensor_sample.weigh import weigh
 
 
+@profiled("draw")
 def draw(
     logits: Logits, params: RowParams, uniform_R: Tensor, filters: Filters, where: Exchange, V: int
 ) -> Tensor:
@@ -29,7 +31,8 @@ class Sampler:
     def __init__(self, state: SamplingState, *, compile: bool = False) -> None:
         self.state = check.instance("state", state, SamplingState)
         self.compiled = check.instance("compile", compile, bool)
-        self._draw = torch.compile(draw, fullgraph=True, dynamic=True) if compile else draw
+        compiled = torch.compile(draw, fullgraph=True, dynamic=True)
+        self._draw = profiled("draw")(compiled) if compile else draw
 
     def __call__(self, logits: Tensor, plan: ShardPlan) -> SamplerOutput:
         """Tokens of selected rows from logits, a DTensor [num_rows, V]; every rank must call this.

@@ -15,6 +15,7 @@ from dtensor_sample import check
 from dtensor_sample.exchange import check_exchange, exchange_of
 from dtensor_sample.params import filters_of
 from dtensor_sample.plan import INDICES, ShardPlan
+from dtensor_sample.profile import profiled
 from dtensor_sample.state import SamplingState
 
 Array = np.ndarray
@@ -79,6 +80,7 @@ class BatchSharder:
         self.owners = check.one_of("owners", owners, POLICIES)
         self.buckets = sorted(check.integers("buckets", buckets, None, 1, MOST_ROWS))
 
+    @profiled("plan")
     def plan(
         self,
         slots: Sequence[int],

@@ -13,6 +13,7 @@ from torch import Tensor
 from dtensor_sample import ops
 from dtensor_sample.exchange import HERE, Exchange, Logits
 from dtensor_sample.params import Filters, RowParams
+from dtensor_sample.profile import profiled
 from dtensor_sample.threshold import threshold
 
 
@@ -59,6 +60,7 @@ class Weighed(NamedTuple):
         return Weighed(logits, *(field[index_Q] for field in self[1:]))
 
 
+@profiled("threshold")
 def weigh(
     logits: Logits, params: RowParams, filters: Filters, where: Exchange, vocab_size: int
 ) -> Weighed:
