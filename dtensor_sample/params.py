@@ -126,7 +126,7 @@ class Filters(NamedTuple):
 def filters_of(params: Sequence[SamplingParams]) -> Filters:
     """The filters that at least one of `params` needs (min-p costs nothing and is always on)."""
     drawn = [p for p in params if not p.greedy]
-    return Filters(any(p.top_k > 0 for p in drawn), any(p.top_p < 1 for p in drawn), bool(drawn))
+    return Filters(any(p.top_k > 0 for p in drawn), any(p.top_p < 1 for p in drawn), len(drawn) > 0)
 
 
 class RowParams(NamedTuple):

@@ -239,7 +239,7 @@ class ShardPlan:
             num_sampled_B: [B] int64.
         """
         if self.positions is None:
-            self.state.positions.index_add_(0, self.batch_slots, num_sampled_B)
+            self.state.padded_positions.index_add_(0, self.batch_slots, num_sampled_B)
         self.state.on_host(self, _forget_drafts)
 
     def cost(

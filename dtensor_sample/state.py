@@ -93,9 +93,11 @@ class SamplingState:
         self.exchange = check_exchange(exchange)
         self.debug = debug_by_default() if debug is None else check.instance("debug", debug, bool)
         with torch.inference_mode(False):  # updated in place, by steps inside and outside of it
-            self.positions = self._zeros(1 + self.max_num_reqs)
-            """[max_num_reqs + 1] int64: position of each slot's next token in its own sequence; of
-            a request just added, from the next plan on. The last one is of no request: padding."""
+            self.padded_positions = self._zeros(self.max_num_reqs + 1)
+            """[max_num_reqs + 1] int64: `positions`, and one that padding moves on."""
+            self.positions = self.padded_positions[:-1]
+            """[max_num_reqs] int64: position of each slot's next token in its own sequence; of a
+            request just added, from the next plan on."""
             self.params_table = self._zeros(self.max_num_reqs, len(RowParams._fields))
             """[max_num_reqs, 6] int64: packed parameters (see `RowParams`)."""
         self.drafts = DraftCache(

@@ -39,7 +39,7 @@ def ranges_of(mesh) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for step in (plain, verified, stateless):
         step()
-        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
             step()
         begun = sorted(recorded.events(), key=lambda event: event.time_range.start)
         own = [e.name for e in begun if e.name.startswith("dtensor_sample.")]
