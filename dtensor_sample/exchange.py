@@ -11,13 +11,15 @@ shard. What sampling then needs across segments that live elsewhere goes through
 and `settle`; all but the last are the identity unless the vocabulary is sharded.
 
 Rejected, measured on 2 x H200 (torch 2.11, 2026-11-30; CUDA graphs, 129280 ids in bfloat16, us for
-512 / 2048 rows). Uneven splits for the all-to-all instead of padding to the fullest owner: 183 / 499
-against 187 / 497 with equal owners, which balanced plans have but for a few rows; 161 against 183
-where one owner has 300 of 512 rows, and every distribution of rows would be a graph of its own.
-Writing into peers' receive buffers over symmetric memory: 161 / 472 against 174 / 502, of which the
-two barriers take 47; not for that much a private interface, and a barrier that spins if a rank dies.
-One all-to-all for each chunk of rows, so that the first travels while lm_head (hidden size 4096)
-computes the next: 533 / 1859 in two chunks and 787 / 1817 in four, against 525 / 1926 in one.
+512 / 2048 rows):
+
+- Uneven splits instead of padding to the fullest owner: 183 / 499 against 187 / 497 with equal
+  owners, which balanced plans have but for a few rows. They take 161 against 183 where one owner
+  has 300 of 512 rows, but every distribution of rows would be a graph of its own.
+- Writing into peers' receive buffers over symmetric memory: 161 / 472 against 174 / 502, of which
+  two barriers take 47: too little for a private interface, and barriers that spin if a rank dies.
+- An all-to-all for each chunk of rows, which travels while lm_head (hidden size 4096) computes the
+  next: 533 / 1859 in two chunks and 787 / 1817 in four, against 525 / 1926 in one.
 
 Collectives are the functional ones, called by group name: they trace, and gloo runs what nccl runs.
 An axis of size 1 runs none, and neither does a step without rows: whether it has any is the same on
