@@ -38,7 +38,8 @@ def cost_of(
     `batch` sends (P-1)/P * T * v logits and its share of 3 integers a row; `replicate` (P-1) * T *
     v logits; `vocab` no logit, but 2 + 16 integers a row to each other rank, 3 integers a row in a
     ring, and for top-k and for top-p one histogram of 256 integers a row per 8 bits of the logits'
-    dtype. If all requests are greedy, 2 of the 18 are enough, and no histogram.
+    dtype; or, if every request that filters has a top-k of at most n = 64 or 256, n + 1 numbers of
+    4 bytes a row to each other rank instead. If all requests are greedy, 2 of the 18 are enough.
     """
     if exchange.axis.size == 1 or num_rows == 0:
         return Cost(0, 0, ())
@@ -102,11 +103,15 @@ def _place(
 
 
 def _weigh(P: int, rows: int, filters: Filters, dtype: torch.dtype) -> list[Step]:
-    """Peaks, histograms and masses of rows whose vocabulary is sharded."""
+    """Peaks, thresholds and masses of rows whose vocabulary is sharded."""
     if not filters.drawn:
         return [_all_gather(P, rows * 2)]
-    histograms = [_all_reduce(P, rows * BINS)] * LEVELS[dtype] * (filters.top_k + filters.top_p)
-    return [_all_gather(P, rows * 2), *histograms, _all_gather(P, rows * PARTS)]
+    if filters.candidates:
+        thresholds = [_all_gather(P, rows * (filters.candidates + 1) / 2)]
+    else:
+        levels = LEVELS[dtype] * (filters.top_k + filters.top_p)
+        thresholds = [_all_reduce(P, rows * BINS)] * levels
+    return [_all_gather(P, rows * 2), *thresholds, _all_gather(P, rows * PARTS)]
 
 
 def _settle(exchange: Exchange, integers: int) -> Step:

@@ -18,6 +18,8 @@ from torch import Tensor
 from dtensor_sample import check
 from dtensor_sample.random import derive_seed
 
+CANDIDATES = (64, 256)
+"""How many of the largest values ranks may exchange, instead of histograms; powers of two."""
 GREEDY_TEMPERATURE = 1e-5
 TOP_P_ONE = 1 << 31
 """top_p as a fixed-point number of 31 fractional bits: this is 1, the filter off."""
@@ -115,18 +117,27 @@ class Filters(NamedTuple):
     top_p: bool
     drawn: bool
     """Whether any token is drawn. If all are greedy, nothing is weighed."""
+    candidates: int = 0
+    """So many of the largest values hold all that filters keep, but for ties; 0: unknown."""
 
     @property
     def coarse(self) -> "Filters":
         """All filters or none: at most two variants to compile."""
         either = self.top_k or self.top_p
-        return Filters(either, either, drawn=True)
+        return Filters(either, either, True, self.candidates)
 
 
 def filters_of(params: Sequence[SamplingParams]) -> Filters:
     """The filters that at least one of `params` needs (min-p costs nothing and is always on)."""
     drawn = [p for p in params if not p.greedy]
-    return Filters(any(p.top_k > 0 for p in drawn), any(p.top_p < 1 for p in drawn), len(drawn) > 0)
+    filtered = [p.top_k for p in drawn if p.top_k > 0 or p.top_p < 1]
+    enough = [size for size in CANDIDATES if 0 < min(filtered, default=0) <= max(filtered) <= size]
+    return Filters(
+        top_k=any(p.top_k > 0 for p in drawn),
+        top_p=any(p.top_p < 1 for p in drawn),
+        drawn=len(drawn) > 0,
+        candidates=enough[0] if enough else 0,
+    )
 
 
 class RowParams(NamedTuple):

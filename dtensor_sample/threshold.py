@@ -5,6 +5,9 @@ written. min-p's value is computed; those of top-k and top-p are found by radix 
 ordered 32-bit key of a float32: a histogram of the next eight bits, the digit at which the running
 count (top-k) or integer mass (top-p) from above reaches its target, and so on. Histograms are
 integer sums, so they add up over shards to the same threshold.
+
+Where a row is sharded, and every request that filters keeps few tokens by top-k, ranks exchange
+the largest values of their shards instead: see `ops.largest`.
 """
 
 from collections.abc import Callable
@@ -64,18 +67,17 @@ def threshold(
             prefix_R = prefix_R << ops.DIGIT_BITS | digit_R
         return ops.key_value(prefix_R, levels * ops.DIGIT_BITS)
 
+    if filters.candidates and not exchange.whole:
+        listed_RSn = exchange.segments(ops.largest(*logits, vocab_size, filters.candidates))
+        wanted = (scale_R, top_k_R, top_p_R)
+        cut_R: Tensor = ops.cut(listed_RSn, peak_R, floor_R, *wanted, vocab_size)
+        return cut_R
     if filters.top_k:
         kth_R = select(lambda count_R: torch.minimum(count_R, top_k_R), weighted=False)
         filtered_R = (top_k_R < vocab_size) & (peak_R > -torch.inf)
         floor_R = torch.where(filtered_R, torch.maximum(floor_R, kth_R), floor_R)
     if filters.top_p:
-        nucleus_R = select(lambda mass_R: _fraction(mass_R, top_p_R), weighted=True)
+        nucleus_R = select(lambda mass_R: ops.fraction(mass_R, top_p_R), weighted=True)
         filtered_R = (top_p_R < TOP_P_ONE) & (peak_R > -torch.inf)
         floor_R = torch.where(filtered_R, torch.maximum(floor_R, nucleus_R), floor_R)
     return floor_R
-
-
-def _fraction(mass_R: Tensor, top_p_R: Tensor) -> Tensor:
-    """ceil(top_p * mass / 2**31), at least 1, for top_p <= 2**31 and mass <= 2**62."""
-    high_R, low_R = mass_R >> 31, mass_R & (1 << 31) - 1
-    return (top_p_R * high_R + (top_p_R * low_R + (1 << 31) - 1 >> 31)).clamp(min=1)

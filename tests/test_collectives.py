@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -89,7 +90,10 @@ def random_steps(mesh, steps: int) -> list[tuple]:
     for _ in range(steps):
         slot = int(rng.integers(SLOTS))
         state.remove(slot)
-        state.add(slot, random_params(rng, 13), position=int(rng.integers(100)))
+        params = random_params(rng, 13)
+        if rng.random() < 0.7 and params.top_p < 1:  # often few candidates are enough for all
+            params = replace(params, top_k=3)
+        state.add(slot, params, position=int(rng.integers(100)))
         count = int(rng.choice([0, 1, 2, 3, 5, 8, 13]))
         chosen = rng.permutation(SLOTS)[:count]
         if rng.random() < 0.2:  # all of one owner

@@ -23,6 +23,8 @@ def arguments() -> dict[str, tuple[object, ...]]:
     return {
         "peak": (*row[:3], V),
         "histogram": (*row, zero_R, V, 0, True),
+        "largest": (*row[:3], V, 4),
+        "cut": (torch.zeros(4, 3, 5, dtype=torch.int32), *row[3:], *shape[2:], V),
         "mass": (*row, V),
         "weigh": (*row[:3], *shape, True, True, V),
         "aim": (start_RSC.movedim(0, 1).contiguous().movedim(1, 0), zero_R + 5),

@@ -1,5 +1,6 @@
 """The library gives the oracle's tokens: any rows, parameters, dtypes, shards and exchanges."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +18,7 @@ from dtensor_sample import (
     sample,
     vocab_sharded,
 )
+from dtensor_sample.params import filters_of
 from tests import oracle
 from tests.batches import (
     DTYPES,
@@ -53,6 +55,51 @@ def test_stateless_grid(ranks, dtype, exchange):
     """Catches a wrong id offset, threshold or uniform in some dtype, width, size or exchange."""
     batches, wanted = grid(dtype)
     assert ranks.run(sample_batches, batches, exchange) == [wanted] * ranks.size
+
+
+def with_few_candidates(batch: Batch, seed: int) -> Batch:
+    """The batch with a top-k of at most 64 for every request that has a filter."""
+    rng = np.random.default_rng(seed)
+    params = [
+        replace(p, top_k=int(rng.integers(2, 65)))
+        if rng.random() < 0.8
+        else replace(p, top_k=0, top_p=1.0)
+        for p in batch.params
+    ]
+    return replace(batch, params=params)
+
+
+@lru_cache
+def few(dtype: torch.dtype) -> tuple[list[Batch], list[list[int]]]:
+    batches = [
+        with_few_candidates(random_batch(size, 40, size, dtype=dtype, padding=size % 3), size)
+        for size in SIZES
+    ]
+    return batches, [tokens(batch) for batch in batches]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_candidates(ranks, dtype):
+    """Catches a threshold that forgets ties, or tokens of a shard, where ranks exchange lists."""
+    batches, wanted = few(dtype)
+    assert all(filters_of(batch.params).candidates == 64 for batch in batches)
+    assert ranks.run(sample_batches, batches, "vocab") == [wanted] * ranks.size
+
+
+@pytest.mark.parametrize(
+    ("params", "candidates"),
+    [
+        ([{"top_k": 50}], 64),
+        ([{"top_k": 65, "top_p": 0.5}], 256),
+        ([{"top_k": 257}], 0),
+        ([{"top_k": 50}, {"top_p": 0.5}], 0),
+        ([{"top_k": 50}, {"min_p": 0.5}, {"top_p": 0.5, "temperature": 0.0}], 64),
+        ([{}], 0),
+        ([], 0),
+    ],
+)
+def test_when_few_candidates_are_enough(params, candidates):
+    assert filters_of([SamplingParams(**p) for p in params]).candidates == candidates
 
 
 @settings(max_examples=40, phases=[Phase.generate])  # numbers of a seed cannot shrink

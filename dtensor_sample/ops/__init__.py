@@ -4,6 +4,7 @@ from dtensor_sample.ops.aim import aim
 from dtensor_sample.ops.answer import answer
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
 from dtensor_sample.ops.kernels import use_kernel
+from dtensor_sample.ops.largest import cut, fraction, largest
 from dtensor_sample.ops.log_sum import log_sum
 from dtensor_sample.ops.lookup import lookup
 from dtensor_sample.ops.mass import mass
@@ -29,8 +30,11 @@ __all__ = [
     "aim",
     "answer",
     "chain",
+    "cut",
+    "fraction",
     "histogram",
     "key_value",
+    "largest",
     "log_sum",
     "lookup",
     "mass",
@@ -49,7 +53,9 @@ for _op in (
     aim,
     answer,
     chain,
+    cut,
     histogram,
+    largest,
     lookup,
     mass,
     peak,

@@ -46,9 +46,9 @@ _FEW = tl.constexpr(64)
 """Blocks that top-p tries to do with before it reads all."""
 _MARGIN = tl.constexpr(0.15)
 """How far, in binary exponents, a sample of a row may mislead about its nucleus."""
-_WARPS = 16
-_TILE = _WARPS * 32 * CHUNK
-_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+WARPS = 16
+TILE = WARPS * 32 * CHUNK
+SHIFT_OF = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Low bits of a float32 that are zeros when it comes from a shorter float."""
 
 
@@ -112,69 +112,69 @@ def _whole_kernel(
         all_blocks = segments * _PARTS * BLOCKS
         at = row.to(tl.int64) * all_blocks + block
         tops = tl.load(top_ptr + at, mask=block < all_blocks, other=-_INF).to(tl.float32)
-        highest = _rank(peak, SHIFT)
+        highest = rank_of(peak, SHIFT)
 
         if TOP_K:
             top_k = tl.load(top_k_ptr + row)
             if (top_k < vocab_size) & (holder >= 0):
-                least = tl.maximum(floor, _largest_top(tops, top_k, highest, SHIFT))
-                few = _choose(listed, tops >= least, block)
-                have, _, _ = _amounts(
+                least = tl.maximum(floor, largest_top(tops, top_k, highest, SHIFT))
+                few = choose(listed, tops >= least, block)
+                have, _, _ = amounts(
                     x, listed, few, least, least, least, peak, least, 0.0, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                     False, 1, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
                     BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
-                low = _rank(least, SHIFT)
+                low = rank_of(least, SHIFT)
                 target = tl.minimum(have, top_k)
                 beyond = tl.zeros([], tl.int64)
-                r1, r2 = _expect(low, have, highest, beyond, target, SHIFT)
-                rank = _search(
+                r1, r2 = expect(low, have, highest, beyond, target, SHIFT)
+                rank = search(
                     x, listed, few, low, highest, have, beyond, target, r1, r2,
                     peak, least, 0.0, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                     False, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
                     BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
-                floor = tl.maximum(floor, _value(rank, SHIFT))
+                floor = tl.maximum(floor, value_of(rank, SHIFT))
 
         if TOP_P:
             top_p = tl.load(top_p_ptr + row)
             if (top_p < _TOP_P_ONE) & (holder >= 0):
                 least, lowest = row_limits(peak, floor, scale)
-                few = _choose(listed, tops >= least, block)
+                few = choose(listed, tops >= least, block)
                 # Is the threshold among the largest blocks?
                 bound = least
                 if few > 2 * _FEW:
-                    bound = tl.maximum(least, _largest_top(tops, _FEW, highest, SHIFT))
-                have, inside, _ = _amounts(
+                    bound = tl.maximum(least, largest_top(tops, _FEW, highest, SHIFT))
+                have, inside, _ = amounts(
                     x, listed, few, least, bound, bound, peak, least, lowest, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                     True, 1, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
                     BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
-                target = _fraction(have, top_p)
-                low = _rank(least, SHIFT)
+                target = fraction(have, top_p)
+                low = rank_of(least, SHIFT)
                 high = highest
                 beyond = tl.zeros([], tl.int64)
                 if inside >= target:
-                    low = _rank(bound, SHIFT)
+                    low = rank_of(bound, SHIFT)
                     have = inside
-                    few = _choose(listed, tops >= bound, block)
-                    r1, r2 = _expect(low, have, high, beyond, target, SHIFT)
+                    few = choose(listed, tops >= bound, block)
+                    r1, r2 = expect(low, have, high, beyond, target, SHIFT)
                 else:
-                    high = _rank(bound, SHIFT) - 1
+                    high = rank_of(bound, SHIFT) - 1
                     beyond = inside
                     # Ask every 16th block first.
-                    had, _, _ = _amounts(
+                    had, _, _ = amounts(
                         x, listed, few, least, least, least, peak, least, lowest, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                         True, 16, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
                         BLOCKS, CHUNK, STEPS, TILE,
                     )  # fmt: skip
-                    wanted = _fraction(had, top_p)
-                    r1, r2 = _expect(low, had, highest, beyond * 0, wanted, SHIFT)
-                    guess = _value(_search(
+                    wanted = fraction(had, top_p)
+                    r1, r2 = expect(low, had, highest, beyond * 0, wanted, SHIFT)
+                    guess = value_of(search(
                         x, listed, few, low, highest, had, beyond * 0, wanted, r1, r2,
                         peak, least, lowest, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
@@ -182,20 +182,20 @@ def _whole_kernel(
                         BLOCKS, CHUNK, STEPS, TILE,
                     ), SHIFT)  # fmt: skip
                     margin = _MARGIN / scale
-                    r1, r2 = _rank(guess - margin, SHIFT), _rank(guess + margin, SHIFT)
-                rank = _search(
+                    r1, r2 = rank_of(guess - margin, SHIFT), rank_of(guess + margin, SHIFT)
+                rank = search(
                     x, listed, few, low, high, have, beyond, target, r1, r2,
                     peak, least, lowest, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                     True, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
                     BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
-                floor = tl.maximum(floor, _value(rank, SHIFT))
+                floor = tl.maximum(floor, value_of(rank, SHIFT))
 
         least, lowest = row_limits(peak, floor, scale)
-        few = _choose(listed, tops >= least, block)
+        few = choose(listed, tops >= least, block)
         for start in range(0, few, TILE // (STEPS * CHUNK)):
-            values, part, exists = _read(
+            values, part, exists = read(
                 x, listed, few, start, stride_s, stride_v, first_ptr, source, width,
                 part_columns, vocab_size, 1, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
             )  # fmt: skip
@@ -224,14 +224,14 @@ def _whole_kernel(
 
 
 @triton.jit
-def _rank(value, SHIFT: tl.constexpr):
+def rank_of(value, SHIFT: tl.constexpr):
     """An int64 that orders as the values do: 0 for +0, and the next for the next value."""
     bits = value.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT).to(tl.int64)
 
 
 @triton.jit
-def _value(rank, SHIFT: tl.constexpr):
+def value_of(rank, SHIFT: tl.constexpr):
     """The float32 value of a rank."""
     bits = (rank << SHIFT) | tl.where(rank < 0, (1 << SHIFT) - 1, 0)
     bits = bits.to(tl.int32)
@@ -239,28 +239,28 @@ def _value(rank, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _fraction(mass, top_p):
+def fraction(mass, top_p):
     """ceil(top_p * mass / 2**31), at least 1."""
     low = top_p * (mass & 0x7FFFFFFF) + 0x7FFFFFFF
     return tl.maximum(top_p * (mass >> 31) + (low >> 31), 1)
 
 
 @triton.jit
-def _largest_top(tops, k, highest, SHIFT: tl.constexpr):
+def largest_top(tops, k, highest, SHIFT: tl.constexpr):
     """The k-th largest top; about the least float32 if there are fewer than k."""
-    ranks = _rank(tops, SHIFT)
-    low = _rank(tl.full([], -3.4028234663852886e38, tl.float32), SHIFT)
+    ranks = rank_of(tops, SHIFT)
+    low = rank_of(tl.full([], -3.4028234663852886e38, tl.float32), SHIFT)
     high = highest
     while low < high:
         middle = low + (high - low + 1) // 2
         enough = tl.sum((ranks >= middle).to(tl.int32), 0) >= k
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
-    return _value(low, SHIFT)
+    return value_of(low, SHIFT)
 
 
 @triton.jit
-def _choose(listed, chosen, block):
+def choose(listed, chosen, block):
     """List the chosen blocks; returns how many."""
     tl.debug_barrier()  # all threads are done with the last list
     tl.store(listed + tl.cumsum(chosen.to(tl.int32), 0) - 1, block, mask=chosen)
@@ -269,7 +269,7 @@ def _choose(listed, chosen, block):
 
 
 @triton.jit
-def _read(
+def read(
     x, listed, few, start, stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
     EVERY: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
@@ -297,7 +297,7 @@ def _read(
 
 
 @triton.jit
-def _amounts(
+def amounts(
     x, listed, few, v0, v1, v2, peak, least, lowest, scale,
     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
     WEIGHTED: tl.constexpr, EVERY: tl.constexpr, PACKED: tl.constexpr, TOP: tl.constexpr,
@@ -314,7 +314,7 @@ def _amounts(
         zeros = unit_sum(zeros, unit_bits)
     a0, a1, a2 = zeros, zeros, zeros
     for start in range(0, few, TILE // (STEPS * CHUNK) * EVERY):
-        values, _, _ = _read(
+        values, _, _ = read(
             x, listed, few, start, stride_s, stride_v, first_ptr, source, width, part_columns,
             vocab_size, EVERY, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
         )  # fmt: skip
@@ -348,7 +348,7 @@ def _amounts(
 
 
 @triton.jit
-def _search(
+def search(
     x, listed, few, low, high, at_low, beyond, target, r1, r2, peak, least, lowest, scale,
     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
     WEIGHTED: tl.constexpr, EVERY: tl.constexpr, PACKED: tl.constexpr, TOP: tl.constexpr,
@@ -365,8 +365,8 @@ def _search(
         middle = low + (high - low + 1) // 2
         r1 = tl.minimum(tl.maximum(r1, low + 1), high)
         r2 = tl.minimum(tl.maximum(r2, low + 1), high)
-        a0, a1, a2 = _amounts(
-            x, listed, few, _value(middle, SHIFT), _value(r1, SHIFT), _value(r2, SHIFT),
+        a0, a1, a2 = amounts(
+            x, listed, few, value_of(middle, SHIFT), value_of(r1, SHIFT), value_of(r2, SHIFT),
             peak, least, lowest, scale,
             stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
             WEIGHTED, EVERY, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
@@ -375,16 +375,16 @@ def _search(
         low, at_low, high, beyond = _narrow(low, at_low, high, beyond, middle, a0, target)
         low, at_low, high, beyond = _narrow(low, at_low, high, beyond, r1, a1, target)
         low, at_low, high, beyond = _narrow(low, at_low, high, beyond, r2, a2, target)
-        r1, r2 = _expect(low, at_low, high, beyond, target, SHIFT)
+        r1, r2 = expect(low, at_low, high, beyond, target, SHIFT)
     return low
 
 
 @triton.jit
-def _expect(low, at_low, high, beyond, target, SHIFT: tl.constexpr):
+def expect(low, at_low, high, beyond, target, SHIFT: tl.constexpr):
     """Two ranks around where a straight line through the amounts at both bounds would arrive."""
     share = (at_low - target).to(tl.float32) / tl.maximum(at_low - beyond, 1).to(tl.float32)
-    from_value = _value(low, SHIFT)
-    guess = _rank(from_value + (_value(high, SHIFT) - from_value) * share, SHIFT)
+    from_value = value_of(low, SHIFT)
+    guess = rank_of(from_value + (value_of(high, SHIFT) - from_value) * share, SHIFT)
     near = (high - low) // 32 + 1
     return guess - near, guess + near
 
@@ -431,7 +431,7 @@ def weigh(
         second_pass(logits, (part_peak_RSC, part_nans_RSC, min_p_R, scale_R), found)
     elif R > 0:
         bits, blocks = weight_bits(vocab_size), top_RSCb.shape[3]
-        programs = min(R, _programs(x_NSv.device))
+        programs = min(R, programs_of(x_NSv.device))
         list_Pb = first_id_S.new_empty((programs, S * PARTS * blocks), dtype=torch.int32)
         _whole_kernel[(programs,)](
             x_NSv,
@@ -463,7 +463,7 @@ def weigh(
             HAS_ROWS=rows_R is not None,
             TOP_K=filter_top_k,
             TOP_P=filter_top_p,
-            SHIFT=_SHIFT[x_NSv.dtype],
+            SHIFT=SHIFT_OF[x_NSv.dtype],
             unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
             ALL_PARTS=triton.next_power_of_2(S * PARTS),
@@ -471,14 +471,15 @@ def weigh(
             BLOCKS=blocks,
             CHUNK=CHUNK,
             STEPS=triton.next_power_of_2(triton.cdiv(part_width(v), blocks * CHUNK)),
-            TILE=_TILE,
-            num_warps=_WARPS,
+            TILE=TILE,
+            num_warps=WARPS,
             enable_fp_fusion=False,
         )
     return peak_R, floor_R, mass_RSC, argmax_R, nans_R
 
 
-def _programs(device: torch.device) -> int:
+def programs_of(device: torch.device) -> int:
+    """Programs that take row after row, as many as run at a time."""
     if device.type != "cuda":
         return 2
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,266 @@
+"""The largest values of segments, from the blocks that can hold them; and thresholds from those.
+
+As in `whole.py`, a block's largest value, its top, is known from the first pass, and only blocks
+whose top is at least as large as the n-th largest top can hold the n largest values.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dtensor_sample.ops.kernels.passes import CHUNK, first_pass, row_peak
+from dtensor_sample.ops.kernels.values import (
+    EXACT_BITS,
+    SIZES,
+    integer_weight,
+    row_limits,
+    source_row,
+)
+from dtensor_sample.ops.kernels.whole import (
+    SHIFT_OF,
+    TILE,
+    WARPS,
+    amounts,
+    choose,
+    expect,
+    fraction,
+    largest_top,
+    programs_of,
+    rank_of,
+    read,
+    search,
+    value_of,
+)
+from dtensor_sample.ops.parts import PARTS, part_width
+from dtensor_sample.ops.values import weight_bits
+
+_PARTS = tl.constexpr(PARTS)
+_INF = tl.constexpr(float("inf"))
+_TOP_P_ONE = tl.constexpr(1 << 31)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _largest_kernel(
+    x_ptr,  # [N, S, v] logits
+    stride_n,
+    stride_s,
+    stride_v,
+    first_ptr,  # [S] int64
+    rows_ptr,  # [R] int64, or unused
+    part_peak_ptr,  # [R, S, PARTS] float32
+    part_nans_ptr,  # [R, S, PARTS] int32
+    top_ptr,  # [R, S, PARTS, blocks] of the logits' dtype
+    list_ptr,  # scratch: [programs, PARTS * blocks] int32
+    found_ptr,  # out: [R, S, SIZE + 1] int32
+    rows,  # R
+    segments,  # S
+    width,  # v
+    part_columns,  # columns of a part
+    vocab_size,
+    TOP: tl.constexpr,  # largest finite value of the logits' dtype
+    UNIT: tl.constexpr,  # stride_v is 1
+    ALIGNED: tl.constexpr,  # width divides by CHUNK
+    HAS_ROWS: tl.constexpr,
+    SHIFT: tl.constexpr,  # float32 bits that the logits' dtype lacks
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,  # blocks of a part
+    CHUNK: tl.constexpr,  # neighbouring columns of a block
+    STEPS: tl.constexpr,  # chunks of a block, rounded up to a power of two
+    TILE: tl.constexpr,  # columns read at once
+):
+    """One segment of a row after another: its SIZE-th largest value, then all that are larger.
+
+    Example: of logits [1, 3, 3, 3, 2] the two largest are [3, 3], and one more is tied.
+    """
+    listed = list_ptr + tl.program_id(0).to(tl.int64) * _PARTS * BLOCKS
+    for turn in range(tl.cdiv(rows * segments - tl.program_id(0), tl.num_programs(0))):
+        item = turn * tl.num_programs(0) + tl.program_id(0)
+        row, segment = item // segments, item % segments
+        source = source_row(rows_ptr, row, HAS_ROWS)
+        x = x_ptr + tl.maximum(source, 0) * stride_n
+        found = found_ptr + item.to(tl.int64) * (SIZE + 1)
+        peak, holder, _ = row_peak(part_peak_ptr, part_nans_ptr, item, 1, _PARTS)
+        last = tl.full([], -_INF, tl.float32)
+        larger = tl.zeros([], tl.int32)
+        at_least = tl.zeros([], tl.int32)
+        if holder >= 0:
+            block = tl.arange(0, _PARTS * BLOCKS)
+            tops = tl.load(top_ptr + item.to(tl.int64) * _PARTS * BLOCKS + block).to(tl.float32)
+            highest = rank_of(peak, SHIFT)
+            least = largest_top(tops, SIZE, highest, SHIFT)
+            few = choose(listed, tops >= least, segment * _PARTS * BLOCKS + block)
+            have, _, _ = amounts(
+                x, listed, few, least, least, least, peak, least, 0.0, 1.0,
+                stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                False, 1, True, TOP, UNIT, ALIGNED, 0, False, BLOCKS, CHUNK, STEPS, TILE,
+            )  # fmt: skip
+            low = rank_of(least, SHIFT)
+            target = tl.minimum(have, SIZE)
+            beyond = tl.zeros([], tl.int64)
+            r1, r2 = expect(low, have, highest, beyond, target, SHIFT)
+            rank = search(
+                x, listed, few, low, highest, have, beyond, target, r1, r2,
+                peak, least, 0.0, 1.0,
+                stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                False, 1, True, TOP, UNIT, ALIGNED, SHIFT, 0, False, BLOCKS, CHUNK, STEPS, TILE,
+            )  # fmt: skip
+            last = value_of(rank, SHIFT)
+            for start in range(0, few, TILE // (STEPS * CHUNK)):
+                values, _, _ = read(
+                    x, listed, few, start, stride_s, stride_v, first_ptr, source, width,
+                    part_columns, vocab_size, 1, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
+                )  # fmt: skip
+                values = tl.reshape(values, [TILE]) + 0.0  # -0 is +0
+                chosen = (values > last).to(tl.int32)
+                place = larger + tl.cumsum(chosen, 0) - 1
+                tl.store(found + place, values.to(tl.int32, bitcast=True), mask=chosen > 0)
+                larger += tl.sum(chosen, 0)
+                at_least += tl.sum((values >= last).to(tl.int32), 0)
+        tl.debug_barrier()  # all of the list is written
+        place = tl.arange(0, SIZE)
+        bits = tl.load(found + place, mask=place < larger, other=0)
+        tied = tl.where(place < at_least, last, -_INF).to(tl.int32, bitcast=True)
+        bits = tl.where(place < larger, bits, tied)
+        tl.debug_barrier()  # and read
+        tl.store(found + place, _key(tl.sort(_key(bits), descending=True)))
+        tl.store(found + SIZE, tl.maximum(at_least - SIZE, 0))
+
+
+@triton.jit
+def _key(bits):
+    """Int32 that order as the floats of which these are the bits; and the inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _cut_kernel(
+    listed_ptr,  # [R, S, SIZE + 1] int32
+    peak_ptr,  # [R] float32
+    min_floor_ptr,  # [R] float32
+    scale_ptr,  # [R] float32
+    top_k_ptr,  # [R] int64
+    top_p_ptr,  # [R] int64
+    floor_ptr,  # out: [R] float32
+    segments,  # S
+    vocab_size,
+    unit_bits,  # S of `weight_bits`
+    EXACT: tl.constexpr,  # whether that allows exact float64 sums
+    SIZE: tl.constexpr,
+    ALL: tl.constexpr,  # S * SIZE, rounded up to a power of two
+    ALL_SEGMENTS: tl.constexpr,  # S, rounded up to a power of two
+):
+    """One row: its thresholds.
+
+    Example: of the largest values [3, 3] and [2, 1], top-k 3 keeps those >= 2; of the mass of
+    [3, 3, 2], at least 0.6 lies at or above 3, top-p's threshold.
+    """
+    row = tl.program_id(0)
+    listed = listed_ptr + row.to(tl.int64) * segments * (SIZE + 1)
+    place = tl.arange(0, ALL)
+    nothing = tl.full([], -_INF, tl.float32).to(tl.int32, bitcast=True)
+    at = place // SIZE * (SIZE + 1) + place % SIZE
+    bits = tl.load(listed + at, mask=place < segments * SIZE, other=nothing)
+    values = _key(tl.sort(_key(bits), descending=True)).to(tl.float32, bitcast=True)
+    peak = tl.load(peak_ptr + row)
+    floor = tl.load(min_floor_ptr + row)
+    scale = tl.load(scale_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    kept = tl.minimum(tl.sum((values > -_INF).to(tl.int64), 0), top_k)
+    if kept > 0:
+        if top_k < vocab_size:
+            floor = tl.maximum(floor, tl.max(tl.where(place == kept - 1, values, -_INF), 0))
+        if top_p < _TOP_P_ONE:
+            least, _ = row_limits(peak, floor, scale)
+            amount = integer_weight(values, peak, least, scale, unit_bits, EXACT)
+            segment = tl.arange(0, ALL_SEGMENTS)
+            ends = listed + segment * (SIZE + 1) + SIZE
+            last = tl.load(ends - 1, mask=segment < segments, other=nothing)
+            last = last.to(tl.float32, bitcast=True)
+            tied = tl.load(ends, mask=segment < segments, other=0).to(tl.int64)
+            more = integer_weight(last, peak, least, scale, unit_bits, EXACT) * tied
+            reached = tl.cumsum(amount, 0)
+            for s in range(segments):
+                one = segment == s
+                value = tl.max(tl.where(one, last, -_INF), 0)
+                reached += tl.where(value >= values, tl.sum(tl.where(one, more, 0), 0), 0)
+            target = fraction(tl.sum(amount, 0) + tl.sum(more, 0), top_p)
+            beyond = tl.sum((reached < target).to(tl.int32), 0)
+            floor = tl.maximum(floor, tl.max(tl.where(place == beyond, values, -_INF), 0))
+    tl.store(floor_ptr + row, floor)
+
+
+def largest(
+    x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int, size: int
+) -> Tensor:
+    """The kernels of `ops.largest`."""
+    logits = (x_NSv, first_id_S, rows_R, vocab_size)
+    part_peak_RSC, part_nans_RSC, top_RSCb = first_pass(*logits, tops=True)
+    (R, S, _), v = part_peak_RSC.shape, x_NSv.shape[2]
+    assert top_RSCb is not None
+    found_RSn = first_id_S.new_empty((R, S, size + 1), dtype=torch.int32)
+    blocks, programs = top_RSCb.shape[3], min(R * S, programs_of(x_NSv.device))
+    if R > 0:
+        _largest_kernel[(programs,)](
+            x_NSv,
+            *x_NSv.stride(),
+            first_id_S,
+            rows_R,
+            part_peak_RSC,
+            part_nans_RSC,
+            top_RSCb,
+            first_id_S.new_empty((programs, PARTS * blocks), dtype=torch.int32),
+            found_RSn,
+            R,
+            S,
+            v,
+            part_width(v),
+            vocab_size,
+            TOP=torch.finfo(x_NSv.dtype).max,
+            UNIT=x_NSv.stride(2) == 1,
+            ALIGNED=v % CHUNK == 0,
+            HAS_ROWS=rows_R is not None,
+            SHIFT=SHIFT_OF[x_NSv.dtype],
+            SIZE=size,
+            BLOCKS=blocks,
+            CHUNK=CHUNK,
+            STEPS=triton.next_power_of_2(triton.cdiv(part_width(v), blocks * CHUNK)),
+            TILE=TILE,
+            num_warps=WARPS,
+        )
+    return found_RSn
+
+
+def cut(
+    listed_RSn: Tensor,
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    """The kernel of `ops.cut`."""
+    (R, S, n), bits = listed_RSn.shape, weight_bits(vocab_size)
+    cut_R = torch.empty_like(floor_R)
+    if R > 0:
+        _cut_kernel[(R,)](
+            listed_RSn.contiguous(),
+            peak_R.contiguous(),
+            floor_R.contiguous(),
+            scale_R.contiguous(),
+            top_k_R.contiguous(),
+            top_p_R.contiguous(),
+            cut_R,
+            S,
+            vocab_size,
+            bits,
+            EXACT=bits <= EXACT_BITS,
+            SIZE=n - 1,
+            ALL=triton.next_power_of_2(S * (n - 1)),
+            ALL_SEGMENTS=triton.next_power_of_2(S),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return cut_R

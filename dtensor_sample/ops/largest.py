@@ -1,0 +1,115 @@
+"""The largest values of each row's segments, and the thresholds that follow from them.
+
+The k largest logits of a row are among the k largest of each of its segments. So where a row is
+sharded and top-k keeps few tokens, ranks need to exchange no more than those: from them follows
+top-k's threshold, and top-p's on what top-k left. Tokens tied with the last one listed are counted,
+so both are exact for every row.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dtensor_sample.ops.sharding import shard_like
+from dtensor_sample.ops.values import count_rows, values, weights
+
+TOP_P_ONE = 1 << 31
+
+
+@torch.library.custom_op("dtensor_sample::largest", mutates_args=())
+def largest(
+    x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int, size: int
+) -> Tensor:
+    """The `size` largest values of each row and segment.
+
+    Args:
+        x_NSv, first_id_S, rows_R, vocab_size: see `values`.
+        size: a power of two.
+
+    Returns:
+        [R, S, size + 1] int32: the bits of float32 values, the largest first, -inf where there are
+        no more; and how many more tokens have the last of these values.
+    """
+    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
+    missing = max(size - value_RSv.shape[2], 0)
+    top_RSn = pad(value_RSv, (0, missing), value=-torch.inf).topk(size, sorted=True).values
+    last_RS1 = top_RSn[..., -1:]
+    tied_RS1 = (value_RSv == last_RS1).sum(2, keepdim=True) - (top_RSn == last_RS1).sum(2, True)
+    tied_RS1.masked_fill_(last_RS1 == -torch.inf, 0)
+    return torch.cat([top_RSn.view(torch.int32), tied_RS1.to(torch.int32)], 2)
+
+
+@largest.register_fake
+def _(
+    x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int, size: int
+) -> Tensor:
+    shape = (count_rows(x_NSv, rows_R), x_NSv.shape[1], size + 1)
+    return x_NSv.new_empty(shape, dtype=torch.int32)
+
+
+@torch.library.custom_op("dtensor_sample::cut", mutates_args=())
+def cut(
+    listed_RSn: Tensor,
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    """The thresholds of rows by top-k, and by top-p on what that left.
+
+    Args:
+        listed_RSn: [R, S, size + 1] int32, of all segments, see `largest`.
+        peak_R, floor_R, scale_R: [R] float32, see `weights`; floors are min-p's.
+        top_k_R: [R] int64, at most `size`, or off; off if >= vocab_size.
+        top_p_R: [R] int64, fixed point of 31 bits; off if top_k is more than `size`.
+        vocab_size: V.
+
+    Returns:
+        [R] float32, the value at or above which tokens are kept.
+    """
+    top_RSn, tied_RS = listed_RSn[..., :-1].contiguous().view(torch.float32), listed_RSn[..., -1]
+    value_RN = top_RSn.flatten(1).sort(1, descending=True).values
+    kept_R = torch.minimum((value_RN > -torch.inf).sum(1), top_k_R)
+    kth_R = value_RN.gather(1, (kept_R - 1).clamp(min=0)[:, None])[:, 0]
+    filtered_R = (top_k_R < vocab_size) & (kept_R > 0)
+    floor_R = torch.where(filtered_R, torch.maximum(floor_R, kth_R), floor_R)
+
+    def weigh(values_RN: Tensor) -> Tensor:
+        return weights(values_RN[:, None], peak_R, floor_R, scale_R, vocab_size)[:, 0]
+
+    amount_RN = weigh(value_RN)
+    last_RS = top_RSn[..., -1].contiguous()
+    more_RS = weigh(last_RS) * tied_RS
+    reached_RN = amount_RN.cumsum(1)
+    for last_R, more_R in zip(last_RS.unbind(1), more_RS.unbind(1), strict=True):
+        reached_RN = reached_RN + more_R[:, None] * (last_R[:, None] >= value_RN)
+    target_R = fraction(amount_RN.sum(1) + more_RS.sum(1), top_p_R)
+    beyond_R = (reached_RN < target_R[:, None]).sum(1).clamp(max=value_RN.shape[1] - 1)
+    nucleus_R = value_RN.gather(1, beyond_R[:, None])[:, 0]
+    filtered_R = (top_p_R < TOP_P_ONE) & (kept_R > 0)
+    return torch.where(filtered_R, torch.maximum(floor_R, nucleus_R), floor_R.clone())
+
+
+@cut.register_fake
+def _(
+    listed_RSn: Tensor,
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    return torch.empty_like(floor_R)
+
+
+def fraction(mass_R: Tensor, top_p_R: Tensor) -> Tensor:
+    """ceil(top_p * mass / 2**31), at least 1, for top_p <= 2**31 and mass <= 2**62."""
+    high_R, low_R = mass_R >> 31, mass_R & (1 << 31) - 1
+    return (top_p_R * high_R + (top_p_R * low_R + (1 << 31) - 1 >> 31)).clamp(min=1)
+
+
+shard_like(torch.ops.dtensor_sample.largest.default, "row_segment", "logits segment - - -")
+shard_like(torch.ops.dtensor_sample.cut.default, "row", "row row row row row row -")
