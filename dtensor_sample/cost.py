@@ -1,7 +1,14 @@
-"""What a step moves and holds, computed from shapes alone."""
+"""What a step moves, reads and holds, computed from shapes alone.
 
+A step is a list of operations, each with an amount: collectives with the bytes that a rank sends,
+kernels with the logits that it reads. `predict` turns such a list into microseconds.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dtensor_sample.exchange import Exchange
@@ -11,28 +18,103 @@ from dtensor_sample.params import Filters
 from dtensor_sample.threshold import LEVELS
 
 INTEGER_BYTES = 8
+COLLECTIVES = ("all_to_all", "all_gather", "all_reduce")
+KERNELS = ("weigh", "filter", "histogram", "largest", "judge")
+MASS_COPIES, HISTOGRAM_COPIES = 2, 5
+"""Of a row's masses, P * 16 integers, or before them of its histogram: as many at a time."""
+ROW_BYTES, SEARCHED_ROW_BYTES = 400, 3300
+"""All else that weighing a row takes, and what searching a whole one for a threshold adds: as
+measured on GPUs."""
+
+
+class Op(NamedTuple):
+    """One operation of a step."""
+
+    kind: str
+    """Of COLLECTIVES or KERNELS."""
+    amount: float
+    """Bytes that this rank sends, or logits that it reads."""
 
 
 @dataclass(frozen=True)
 class Cost:
     """Cost of one step on one rank, beyond the logits shard that it was handed."""
 
-    wire_bytes: int
-    """Bytes that this rank sends, padding included; rings for all-gather and all-reduce."""
+    ops: tuple[Op, ...]
+    """What is done, in order."""
     buffer_bytes: int
     """Bytes of logits that this rank receives into a buffer."""
-    collectives: tuple[str, ...]
-    """The collectives, in order."""
+    scratch_bytes: int
+    """Bytes of everything else that the step allocates; of the kernels on GPUs, about."""
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """The collectives, in order."""
+        return tuple(op.kind for op in self.ops if op.kind in COLLECTIVES)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank sends, padding included; rings for all-gather and all-reduce."""
+        return round(sum(op.amount for op in self.ops if op.kind in COLLECTIVES))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that this rank allocates for the step, at most."""
+        return self.buffer_bytes + self.scratch_bytes
+
+
+class Shape(NamedTuple):
+    """How many rows of logits each of their holders has, padding included."""
+
+    holders: int
+    """P under `batch`, where each owner holds its own; otherwise 1, which stands for every rank."""
+    rows: int
+    """C, rows of a holder."""
+    requests: int
+    """Requests of a holder."""
+    drafts: int
+    """Its rows but the last of each request."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits in all."""
+        return self.holders * self.rows
+
+
+def shape_of(
+    batch: bool,
+    ranks: int,
+    rows_B: Sequence[int] | np.ndarray,
+    owners_B: Sequence[int] | np.ndarray,
+) -> Shape:
+    """The shape of a step.
+
+    Args:
+        batch: whether owners hold their own requests only.
+        ranks: P.
+        rows_B: [B], rows of each request, >= 1.
+        owners_B: [B], the rank that owns it.
+    """
+    if not batch:
+        rows, requests = int(np.sum(rows_B)), len(rows_B)
+        return Shape(1, rows, requests, rows - requests)
+    owner_B = np.asarray(owners_B, dtype=np.int64)
+    rows_P = np.bincount(owner_B, rows_B, ranks).astype(np.int64)
+    requests_P = np.bincount(owner_B, minlength=ranks)
+    most = (int(x_P.max()) for x_P in (rows_P, requests_P, rows_P - requests_P))
+    return Shape(ranks, *most)
 
 
 def cost_of(
     exchange: Exchange,
-    num_rows: int,
+    shape: Shape,
     vocab_size: int,
     filters: Filters,
     dtype: torch.dtype,
+    *,
+    sharded: bool = True,
 ) -> Cost:
-    """The cost of sampling `num_rows` rows of logits.
+    """The cost of sampling a token for each row of logits.
 
     With P ranks, T rows (padding included), v = ceil(V / P) columns a shard and 8-byte integers:
     `batch` sends (P-1)/P * T * v logits and its share of 3 integers a row; `replicate` (P-1) * T *
@@ -40,81 +122,106 @@ def cost_of(
     ring, and for top-k and for top-p one histogram of 256 integers a row per 8 bits of the logits'
     dtype; or, if every request that filters has a top-k of at most n = 64 or 256, n + 1 numbers of
     4 bytes a row to each other rank instead. If all requests are greedy, 2 of the 18 are enough.
+    Logits that are replicated already (`sharded` false) are not sent.
+
+    `batch` takes 2 collectives, `replicate` too, and `vocab` 3, or 2 if all requests are greedy,
+    and one more for each histogram or for the n + 1 numbers; on an axis of size 1 none does.
     """
-    if exchange.axis.size == 1 or num_rows == 0:
-        return Cost(0, 0, ())
-    received, steps = _place(exchange, num_rows, vocab_size, dtype)
-    if exchange.name == "vocab":
-        steps += _weigh(exchange.axis.size, num_rows, filters, dtype)
-    return _sum(received, [*steps, _settle(exchange, num_rows * RESULT_COLUMNS)])
+    if shape.num_rows == 0:
+        return Cost((), 0, 0)
+    received, ops = _place(exchange, shape, vocab_size, dtype, sharded)
+    ops += _weigh(exchange, shape.rows, vocab_size, filters, dtype)
+    ops += _settle(exchange, shape.num_rows * RESULT_COLUMNS)
+    return Cost(tuple(ops), received, _scratch(exchange, shape.rows, filters))
 
 
 def cost_of_verifying(
     exchange: Exchange,
-    num_rows: int,
-    num_requests: int,
-    num_drafts: int,
+    shape: Shape,
     K: int,
     vocab_size: int,
     filters: Filters,
     dtype: torch.dtype,
+    *,
     draft_dtype: torch.dtype | None,
     method: str,
 ) -> Cost:
-    """The cost of verifying up to K drafts of each of `num_requests` requests, padding included.
+    """The cost of verifying up to K drafts of each request.
 
     As `cost_of`, with K + 5 integers a request for results. Under `vocab` also, unless all requests
-    are greedy, for each of the `num_drafts` drafts that one rank verifies: its weight in a ring, 1
-    integer; 16 integers to each other rank, the residual mass, which the "standard" method needs
-    once a request instead; and if any draft was drawn, what `cost_of` counts for a row of draft
-    logits, and 1 integer more in the ring.
+    are greedy, for each of the drafts that one rank verifies: its weight in a ring, 1 integer; 16
+    integers to each other rank, the residual mass, which the "standard" method needs once a request
+    instead; and if any draft was drawn, what `cost_of` counts for a row of draft logits, and 1
+    integer more in the ring: 2 collectives more, and those of the draft logits.
     """
-    P = exchange.axis.size
-    if P == 1 or num_rows == 0:
-        return Cost(0, 0, ())
-    received, steps = _place(exchange, num_rows, vocab_size, dtype)
-    if exchange.name == "vocab":
-        steps += _weigh(P, num_rows, filters, dtype)
-        if filters.drawn and num_drafts > 0:
-            if draft_dtype is not None:
-                steps += _weigh(P, num_drafts, filters, draft_dtype)
-            steps += [_all_reduce(P, num_drafts * (1 if draft_dtype is None else 2))]
-            residuals = num_drafts if method == "block" else num_requests
-            steps += [_all_gather(P, PARTS * residuals)]
-    results = num_requests * (K + 1 + VERIFIED_COLUMNS)
-    return _sum(received, [*steps, _settle(exchange, results)])
+    if shape.num_rows == 0:
+        return Cost((), 0, 0)
+    received, ops = _place(exchange, shape, vocab_size, dtype, True)
+    ops += _weigh(exchange, shape.rows, vocab_size, filters, dtype)
+    scratch = _scratch(exchange, shape.rows, filters)
+    if filters.drawn and shape.drafts > 0:
+        drawn, P = draft_dtype is not None, exchange.axis.size
+        if draft_dtype is not None:
+            ops += _weigh(exchange, shape.drafts, vocab_size, filters, draft_dtype)
+            scratch += _scratch(exchange, shape.drafts, filters)
+        residuals = shape.drafts if method == "block" else shape.requests
+        columns = _columns(exchange, vocab_size)
+        ops += [Op("judge", residuals * columns * (2 if drawn else 1))]
+        if exchange.name == "vocab":
+            ops += _all_reduce(P, shape.drafts * (2 if drawn else 1))
+            ops += _all_gather(P, PARTS * residuals)
+    ops += _settle(exchange, shape.holders * shape.requests * (K + 1 + VERIFIED_COLUMNS))
+    return Cost(tuple(ops), received, scratch)
 
 
-Step = tuple[str, float]
-"""A collective, and the bytes that it makes this rank send."""
+def draft_cache_bytes(
+    exchange: Exchange, slots: int, K: int, vocab_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes of a rank's part of the draft-logits cache: 1/P, and under `replicate` all of it."""
+    holders = exchange.axis.size if exchange.name == "batch" else 1
+    return -(-slots // holders) * K * _columns(exchange, vocab_size) * dtype.itemsize
+
+
+def _columns(exchange: Exchange, vocab_size: int) -> int:
+    """Columns of a row that a rank reads."""
+    return -(-vocab_size // exchange.axis.size) if exchange.name == "vocab" else vocab_size
 
 
 def _place(
-    exchange: Exchange, num_rows: int, vocab_size: int, dtype: torch.dtype
-) -> tuple[int, list[Step]]:
+    exchange: Exchange, shape: Shape, vocab_size: int, dtype: torch.dtype, sharded: bool
+) -> tuple[int, list[Op]]:
     """Bytes received into a buffer, and the collective, that bring logits to where they go."""
     P = exchange.axis.size
-    shard = num_rows * -(-vocab_size // P) * dtype.itemsize
+    shard = shape.num_rows * -(-vocab_size // P) * dtype.itemsize
+    if P == 1 or not sharded or exchange.name == "vocab":
+        return 0, []
     if exchange.name == "batch":
-        return shard, [("all_to_all", shard * (P - 1) / P)]
-    if exchange.name == "replicate":
-        return P * shard, [("all_gather", (P - 1) * shard)]
-    return 0, []
+        return shard, [Op("all_to_all", shard * (P - 1) / P)]
+    return P * shard, [Op("all_gather", (P - 1) * shard)]
 
 
-def _weigh(P: int, rows: int, filters: Filters, dtype: torch.dtype) -> list[Step]:
-    """Peaks, thresholds and masses of rows whose vocabulary is sharded."""
+def _weigh(
+    exchange: Exchange, rows: int, vocab_size: int, filters: Filters, dtype: torch.dtype
+) -> list[Op]:
+    """Peaks, thresholds and masses of rows."""
+    P, logits = exchange.axis.size, rows * _columns(exchange, vocab_size)
+    # The largest value takes one look at each logit, and a draw another.
+    weigh = Op("weigh", 2 * logits if filters.drawn else logits)
+    searches = filters.top_k + filters.top_p
+    if P == 1 or exchange.name != "vocab":
+        return [weigh, *[Op("filter", logits)] * (searches > 0)]
     if not filters.drawn:
-        return [_all_gather(P, rows * 2)]
+        return [weigh, *_all_gather(P, rows * 2)]
     if filters.candidates:
-        thresholds = [_all_gather(P, rows * (filters.candidates + 1) / 2)]
+        listed = rows * (filters.candidates + 1) / 2
+        thresholds = [Op("largest", logits), *_all_gather(P, listed)]
     else:
-        levels = LEVELS[dtype] * (filters.top_k + filters.top_p)
-        thresholds = [_all_reduce(P, rows * BINS)] * levels
-    return [_all_gather(P, rows * 2), *thresholds, _all_gather(P, rows * PARTS)]
+        histogram = [Op("histogram", logits), *_all_reduce(P, rows * BINS)]
+        thresholds = histogram * LEVELS[dtype] * searches
+    return [weigh, *_all_gather(P, rows * 2), *thresholds, *_all_gather(P, rows * PARTS)]
 
 
-def _settle(exchange: Exchange, integers: int) -> Step:
+def _settle(exchange: Exchange, integers: int) -> list[Op]:
     """Results of all requests to every rank."""
     P = exchange.axis.size
     if exchange.name == "vocab":
@@ -122,17 +229,22 @@ def _settle(exchange: Exchange, integers: int) -> Step:
     return _all_gather(P, integers / P if exchange.name == "batch" else integers)
 
 
-def _all_gather(P: int, integers: float) -> Step:
-    return "all_gather", (P - 1) * integers * INTEGER_BYTES
+def _scratch(exchange: Exchange, rows: int, filters: Filters) -> int:
+    """Bytes that weighing rows takes beside their logits, at most."""
+    P, searched = exchange.axis.size, filters.top_k or filters.top_p
+    most = MASS_COPIES * P * PARTS * INTEGER_BYTES
+    if searched and exchange.name == "vocab" and P > 1:
+        listed = (P + 1) * (filters.candidates + 1) * INTEGER_BYTES // 2
+        histograms = HISTOGRAM_COPIES * BINS * INTEGER_BYTES
+        most = max(most, listed if filters.candidates else histograms)
+    elif searched:
+        most += SEARCHED_ROW_BYTES
+    return rows * (ROW_BYTES + most)
 
 
-def _all_reduce(P: int, integers: float) -> Step:
-    return "all_reduce", 2 * (P - 1) / P * integers * INTEGER_BYTES
+def _all_gather(P: int, integers: float) -> list[Op]:
+    return [Op("all_gather", (P - 1) * integers * INTEGER_BYTES)] * (P > 1)
 
 
-def _sum(received: int, steps: list[Step]) -> Cost:
-    return Cost(
-        wire_bytes=round(sum(sent for _, sent in steps)),
-        buffer_bytes=received,
-        collectives=tuple(name for name, _ in steps),
-    )
+def _all_reduce(P: int, integers: float) -> list[Op]:
+    return [Op("all_reduce", 2 * (P - 1) / P * integers * INTEGER_BYTES)] * (P > 1)

@@ -40,6 +40,8 @@ from dtensor_sample.profile import profiled
 
 EXCHANGES = ("batch", "vocab", "replicate")
 """The names of the exchanges; "auto" picks one of them."""
+WHOLE = ("batch", "replicate")
+"""Those under which a rank has all columns of the rows that it samples."""
 
 
 class Logits(NamedTuple):
@@ -239,8 +241,8 @@ _BY_NAME = {kind.name: kind for kind in (BatchExchange, VocabExchange, Replicate
 
 
 def exchange_of(name: str, axis: Axis) -> Exchange:
-    """The exchange called `name`; "auto" is `batch`, whose work and memory are 1/P for any rows."""
-    return _BY_NAME["batch" if name == "auto" else name](axis)
+    """The exchange called `name`, one of EXCHANGES: what "auto" takes is up to `choose`."""
+    return _BY_NAME[name](axis)
 
 
 def check_exchange(name: object) -> str:

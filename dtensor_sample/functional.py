@@ -8,12 +8,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtensor_sample import check, ops
+from dtensor_sample.choose import fastest, machine_of
+from dtensor_sample.cost import Shape
 from dtensor_sample.debug import agree, debug_by_default
 from dtensor_sample.exchange import check_exchange, exchange_of
 from dtensor_sample.layout import Layout, layout_of
 from dtensor_sample.logprobs import logprobs
 from dtensor_sample.params import (
     BatchedParams,
+    Filters,
     RowParams,
     SamplingParams,
     batch_of,
@@ -68,8 +71,11 @@ def sample(
     layout = layout_of(logits, axis=axis, vocab_size=vocab_size)
     rows, device, error = layout.local_Tv.shape[0], layout.local_Tv.device, None
     try:
-        chosen = exchange_of(check_exchange(exchange), layout.axis)
+        name = check_exchange(exchange)
         batched = _batched(params, layout, base_seed)
+        chosen = exchange_of(
+            _fastest(layout, batched.filters) if name == "auto" else name, layout.axis
+        )
         position_T = _positions(position, layout.lead, device)
     except ValueError as refused:
         error = refused
@@ -134,6 +140,21 @@ def sample_with_logprobs(
     )
     with torch.no_grad():
         return tokens, logprobs(logits, tokens, vocab_size=vocab_size, axis=axis)
+
+
+def _fastest(layout: Layout, filters: Filters) -> str:
+    """What "auto" takes for rows that each are a request."""
+    rows, P = layout.local_Tv.shape[0], layout.axis.size
+    chunk = -(-rows // P)
+    return fastest(
+        machine_of(layout.local_Tv.device.type),
+        Shape(P, chunk, chunk, 0),
+        Shape(1, rows, rows, 0),
+        layout.vocab_size,
+        filters,
+        layout.local_Tv.dtype,
+        sharded=layout.width is not None,
+    )
 
 
 def _batched(

@@ -41,6 +41,14 @@ class Layout:
     """[T]: which rows of the whole batch these are; other mesh axes may hold others."""
 
 
+def check_dtype(dtype: object) -> torch.dtype:
+    """`dtype` if logits may have it."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {DTYPES}, got {dtype}")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 def layout_of(logits: object, *, axis: str | None, vocab_size: int | None) -> Layout:
     """Check logits and take them apart.
 

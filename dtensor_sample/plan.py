@@ -16,11 +16,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from dtensor_sample import check
-from dtensor_sample.cost import Cost, cost_of, cost_of_verifying
+from dtensor_sample.choose import machine_of
+from dtensor_sample.cost import Cost, Shape, cost_of, cost_of_verifying
 from dtensor_sample.exchange import Exchange, Logits
-from dtensor_sample.layout import DTYPES, Layout, axis_index, layout_of
+from dtensor_sample.explain import Explanation, explain
+from dtensor_sample.layout import Layout, axis_index, check_dtype, layout_of
 from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.state import Request, SamplingState
+from dtensor_sample.workload import Workload
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -258,40 +261,70 @@ class ShardPlan:
             draft_dtype: of the draft logits; None: all drafts are one-hot. With `method` it matters
                 under `vocab` only.
         """
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {DTYPES}, got {dtype}")
-        shape = (self.state.vocab_size, self.filters, dtype)
-        if method is None and self.max_rows_per_request <= 1:
-            return cost_of(self.exchange, self.num_rows, *shape)
-        holders = self.state.axis.size if self.exchange.name == "batch" else 1
-        return cost_of_verifying(
-            self.exchange,
-            self.num_rows,
-            holders * self.request_capacity,
+        check_dtype(dtype)
+        shape = Shape(
+            self.state.axis.size if self.exchange.name == "batch" else 1,
+            self.capacity,
+            self.request_capacity,
             self.draft_capacity,
-            self.state.num_speculative_tokens,
-            *shape,
-            draft_dtype,
-            method or "block",
+        )
+        method = method or ("block" if self.max_rows_per_request > 1 else None)
+        how = (self.state.vocab_size, self.filters, dtype)
+        if method is None:
+            return cost_of(self.exchange, shape, *how)
+        K = self.state.num_speculative_tokens
+        return cost_of_verifying(
+            self.exchange, shape, K, *how, draft_dtype=draft_dtype, method=method
         )
 
-    def explain(self, dtype: torch.dtype = torch.float32) -> str:
-        """Owners, bytes, memory and collectives of this step, as text."""
-        cost = self.cost(dtype)
+    def explain(
+        self,
+        dtype: torch.dtype = torch.float32,
+        *,
+        method: str | None = None,
+        draft_dtype: torch.dtype | None = None,
+        hidden: int = 0,
+    ) -> Explanation:
+        """Owners, bytes, memory, collectives and predicted time of this step under each exchange.
+
+        Nothing runs. Printed, it is a table; its fields and `as_json` hold the same figures.
+
+        Args:
+            dtype: of the logits.
+            method: as for `cost`.
+            draft_dtype: as for `cost`; the draft logits of all slots then count as memory.
+            hidden: width of the hidden rows, to count those that `select` copies.
+        """
         rows, P = sum(self.rows_per_rank), self.state.axis.size
-        return "\n".join(
-            f"{name:<13}{text}"
-            for name, text in {
-                "exchange": f"{self.exchange.name}, {P} ranks",
-                "requests": f"{len(self.slots)} in {rows} rows",
-                "logits": f"{self.num_rows} rows x {self.state.vocab_size} ids, {dtype}",
+        batch = self.exchange.name == "batch"
+        padded = self.capacity != (max(self.rows_per_rank) if batch else rows)
+        step = Workload(
+            ranks=P,
+            rows_B=self.num_logits,
+            owners_B=self.owners,
+            vocab_size=self.state.vocab_size,
+            filters=self.filters,
+            dtype=check_dtype(dtype),
+            K=self.state.num_speculative_tokens,
+            method=method or ("block" if self.max_rows_per_request > 1 else None),
+            draft_dtype=draft_dtype,
+            capacity=(self.capacity if batch else self.capacity // P) if padded else None,
+            graphed=len(self.batch_slots) == self.num_rows,
+        )
+        return explain(
+            step,
+            machine_of(self.state.device.type),
+            slots=0 if draft_dtype is None else self.state.max_num_reqs,
+            hidden=hidden,
+            taken=self.exchange.name,
+            bound=self.state.bound_exchange,
+            among=self.state.possible_exchanges,
+            details={
+                "slots": f"{list(self.slots)}",
+                "owners": f"{list(self.owners)}",
                 "owned rows": f"{list(self.rows_per_rank)}",
                 "padding": f"{self.num_rows - rows} rows, to a capacity of {self.capacity}",
-                "owners": f"{list(self.owners)}",
-                "receives": f"{cost.buffer_bytes:,} bytes of logits a rank",
-                "sends": f"{cost.wire_bytes:,} bytes a rank",
-                "collectives": ", ".join(cost.collectives) or "none",
-            }.items()
+            },
         )
 
 

@@ -4,7 +4,9 @@ A plan is a pure function of replicated host data, so ranks never talk to agree 
 shapes and the collectives of a step are the same on every rank.
 """
 
+import functools
 import itertools
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,8 +14,11 @@ import torch
 from torch import Tensor
 
 from dtensor_sample import check
-from dtensor_sample.exchange import check_exchange, exchange_of
-from dtensor_sample.params import filters_of
+from dtensor_sample.choose import fastest, machine_of
+from dtensor_sample.cost import Shape, shape_of
+from dtensor_sample.exchange import WHOLE, check_exchange, exchange_of
+from dtensor_sample.layout import check_dtype
+from dtensor_sample.params import Filters, filters_of
 from dtensor_sample.plan import INDICES, ShardPlan
 from dtensor_sample.profile import profiled
 from dtensor_sample.state import SamplingState
@@ -71,14 +76,21 @@ class BatchSharder:
         owners: "balanced", "slot" or "position", see `assign_owners`.
         buckets: row capacities of an owner, to one of which plans are padded with all that they
             hold, so that steps of one capacity have the same shapes; see `GraphedStep`.
+        dtype: of the logits to come; it matters to what "auto" takes, and to nothing else.
     """
 
     def __init__(
-        self, state: SamplingState, *, owners: str = "balanced", buckets: Sequence[int] = ()
+        self,
+        state: SamplingState,
+        *,
+        owners: str = "balanced",
+        buckets: Sequence[int] = (),
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.state = check.instance("state", state, SamplingState)
         self.owners = check.one_of("owners", owners, POLICIES)
         self.buckets = sorted(check.integers("buckets", buckets, None, 1, MOST_ROWS))
+        self.dtype = check_dtype(dtype)
 
     @profiled("plan")
     def plan(
@@ -98,8 +110,9 @@ class BatchSharder:
             num_logits: [B], rows of each request, in [1, K + 1]; one each by default.
             query_start_loc: [B + 1], where each request's hidden rows begin if they are packed; its
                 last `num_logits` rows are the ones that get logits.
-            capacity: C under `batch`; by default the fullest owner's rows.
-            exchange: for this step, by default the state's.
+            capacity: C under `batch`, which "auto" then is; by default the fullest owner's rows.
+            exchange: for this step, by default the state's. "auto" takes what is predicted to be
+                fastest, or what wide state of the state is bound to.
             positions: [B], of each request's next token, instead of the state's, which then stay.
                 The only argument that may lie on the device; negative values there count as 0.
 
@@ -150,32 +163,31 @@ class BatchSharder:
         B, K = len(slots), state.num_speculative_tokens
         given = [1] * B if num_logits is None else num_logits
         rows = check.integers("num_logits", given, B, 1, K + 1)
-        name = state.exchange if exchange_name is None else exchange_name
-        exchange = exchange_of(check_exchange(name), axis)
-        pinned = [state.drafts.pinned(slot, exchange) for slot in slots]
+        filters = filters_of([state.request(slot).params for slot in slots])
+        name = self._named(exchange_name, capacity)
+        pinned = [state.drafts.pinned(slot, name) for slot in slots]
         owners = assign_owners(self.owners, slots, rows, pinned, state.drafts.room())
         slots_B, rows_B, owners_B = (np.array(a, dtype=np.int64) for a in (slots, rows, owners))
         rows_P = np.bincount(owners_B, rows_B, axis.size).astype(np.int64)
+        by_owners, by_all = (shape_of(b, axis.size, rows_B, owners_B) for b in (True, False))
+        exchange = exchange_of(name or self._fastest(by_owners, by_all, filters), axis)
 
         # Who holds which rows: under `batch` their owners, otherwise one holder has everything.
         batch = exchange.name == "batch"
-        holders, me = (axis.size, axis.rank) if batch else (1, 0)
-        holder_B = owners_B if batch else np.zeros_like(owners_B)
-        most_rows = int(np.bincount(holder_B, rows_B, holders).max())
-        most_requests = int(np.bincount(holder_B, minlength=holders).max())
-        most_drafts = int(np.bincount(holder_B, rows_B - 1, holders).max())
-        C, requests, drafts, lanes = most_rows, most_requests, most_drafts, B
+        shape = by_owners if batch else by_all
+        holder_B, me = (owners_B, axis.rank) if batch else (np.zeros_like(owners_B), 0)
+        holders, C, requests, drafts = shape
+        most_rows, most_requests, lanes = C, requests, B
         if B and self.buckets and capacity is None:
-            # Ranks that hold everything have as many rows as all owners together.
-            share = 1 if batch else axis.size
-            fit = [bucket for bucket in self.buckets if bucket * share >= most_rows]
-            if not fit:
+            padded = self._padded(shape)
+            if padded is None:
+                share = axis.size // holders
                 raise ValueError(
                     f"capacities must reach {-(-most_rows // share)} rows an owner, "
                     f"got {self.buckets}"
                 )
-            C = requests = fit[0] * share
-            drafts, lanes = (C if K else 0), holders * C
+            holders, C, requests, drafts = padded
+            lanes = holders * C
         if capacity is not None:
             if not batch:
                 raise ValueError(f'capacity must be None except under "batch", got {capacity}')
@@ -235,13 +247,61 @@ class BatchSharder:
             request_capacity=requests,
             draft_capacity=drafts,
             max_rows_per_request=max(rows, default=0),
-            filters=filters_of([state.request(slot).params for slot in slots]),
+            filters=filters,
             draft_blocks=blocks,
             draft_steps=steps,
             packed=packed,
             **dict(zip(INDICES, on_device, strict=True)),
             positions=None if positions is None else _on_device(positions, B, state.device),
         )
+
+    def _named(self, exchange: str | None, capacity: int | None) -> str | None:
+        """The exchange that was asked for or that state asks for; None: any will do."""
+        state = self.state
+        name: str | None = check_exchange(state.exchange if exchange is None else exchange)
+        if name == "auto":
+            name = state.bound_exchange or ("batch" if capacity is not None else None)
+        if name == "vocab" and state.needs_whole_rows is not None:
+            raise ValueError(
+                f'exchange must be one of {WHOLE}, got "vocab": {state.needs_whole_rows}'
+            )
+        return name
+
+    def _padded(self, shape: Shape) -> Shape | None:
+        """What a step's shape is padded to; None: no bucket holds it."""
+        if not (self.buckets and shape.rows):
+            return shape
+        # Ranks that hold everything have as many rows as all owners together.
+        share = self.state.axis.size // shape.holders
+        fit = [bucket * share for bucket in self.buckets if bucket * share >= shape.rows]
+        drafts = self.state.num_speculative_tokens > 0
+        return Shape(shape.holders, fit[0], fit[0], fit[0] * drafts) if fit else None
+
+    def _fastest(self, by_owners: Shape, by_all: Shape, filters: Filters) -> str:
+        """What "auto" takes for a step of these shapes, under `batch` and under the others."""
+        state, among = self.state, self.state.possible_exchanges
+        batch, every = self._padded(by_owners), self._padded(by_all)
+        if batch is None and every is not None:
+            batch, among = by_owners, tuple(name for name in among if name != "batch")
+        if state.needs_whole_rows is not None:
+            _say(f'"auto" takes one of {WHOLE}: {state.needs_whole_rows}')
+        return fastest(
+            machine_of(state.device.type),
+            batch or by_owners,
+            every or by_all,
+            state.vocab_size,
+            filters,
+            self.dtype,
+            K=state.num_speculative_tokens,
+            method="block" if by_all.drafts > 0 else None,
+            among=among,
+        )
+
+
+@functools.cache
+def _say(text: str) -> None:
+    """Say it once."""
+    logging.getLogger("dtensor_sample").warning(text)
 
 
 def _place_in_group(group_N: Array) -> Array:

@@ -16,10 +16,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_sample import check
+from dtensor_sample.choose import fastest, machine_of
+from dtensor_sample.cost import shape_of
 from dtensor_sample.debug import agree, debug_by_default
 from dtensor_sample.draft.cache import DraftCache
-from dtensor_sample.exchange import Axis, check_exchange
-from dtensor_sample.params import RowParams, SamplingParams, pack
+from dtensor_sample.exchange import EXCHANGES, WHOLE, Axis, check_exchange
+from dtensor_sample.params import Filters, RowParams, SamplingParams, pack
+from dtensor_sample.predict import constants_of
 from dtensor_sample.random import derive_seed
 
 if TYPE_CHECKING:
@@ -111,21 +114,30 @@ class SamplingState:
         """While a graph is captured: what each of its replays must do on the host."""
         self.version = 0
         """How often a slot was filled or freed: plans of one version have the same requests."""
+        self.needs_whole_rows: str | None = None
+        """Why steps of this state need whole rows, if they do: said to who asks for "vocab", which
+        "auto" then does not take."""
         self._requests: dict[int, Request] = {}
         self._staged: dict[int, tuple[int, ...]] = {}
         self._unseeded = 0
         own_seed = None if seed is None else check.seed_bits("seed", seed)
         # Ranks that were built differently would hang or part ways later: find out now.
+        known, error = None, None
+        try:
+            known = constants_of(machine_of(mesh.device_type))
+        except ValueError as refused:
+            error = refused
         agree(
             self.axis,
             self.device,
-            None,
+            error,
             vocab_size=self.vocab_size,
             max_num_reqs=self.max_num_reqs,
             num_speculative_tokens=self.num_speculative_tokens,
             exchange=self.exchange,
             seed=own_seed,
             debug=self.debug,
+            hardware=known,
         )
         self._base_seed = self._common(secrets.randbits(63)) if own_seed is None else own_seed
 
@@ -177,6 +189,35 @@ class SamplingState:
         if slot not in self._requests:
             raise ValueError(f"slot {slot} holds no request: add it first")
         return self._requests[slot]
+
+    @property
+    def bound_exchange(self) -> str | None:
+        """What "auto" has to be, since wide state lies or will lie by it; None: it is free."""
+        return self.drafts.exchange or self.drafts.expected
+
+    @property
+    def possible_exchanges(self) -> tuple[str, ...]:
+        """What "auto" may take if it is free."""
+        return EXCHANGES if self.needs_whole_rows is None else WHOLE
+
+    def expect_drafts(self) -> None:
+        """Settle where "auto" puts draft logits: on 1/P of the memory, as suits a full state."""
+        K, P = self.num_speculative_tokens, self.axis.size
+        rows_B = [K + 1] * self.max_num_reqs
+        owners_B = [slot % P for slot in range(self.max_num_reqs)]
+        sharding = [name for name in self.possible_exchanges if name != "replicate"]
+        self.drafts.expected = fastest(
+            machine_of(self.device.type),
+            shape_of(True, P, rows_B, owners_B),
+            shape_of(False, P, rows_B, owners_B),
+            self.vocab_size,
+            Filters(top_k=True, top_p=True, drawn=True),
+            torch.bfloat16,
+            K=K,
+            draft_dtype=torch.bfloat16,
+            method="block",
+            among=sharding,
+        )
 
     def digest(self, slots: Sequence[int]) -> object:
         """What must be the same on every rank about the requests of `slots`."""

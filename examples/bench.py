@@ -7,7 +7,8 @@ Each step is done in several ways: by this library under each exchange, as scrip
 the logits and sample every row on every rank, and by one all-to-all with a Gumbel number per logit.
 First all ways are checked: the exchanges must give equal tokens, and greedy tokens must be the
 largest logits. Then the ways take turns, on a GPU each as one CUDA graph, and the slowest rank
-counts. `--output` writes NAME.csv and NAME.md.
+counts. `--output` writes NAME.csv and NAME.md. `--k` also verifies drafts that were chosen, under
+each exchange.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import csv
 import datetime as dt
 import functools
 import importlib.util
+import itertools
 import os
 import platform
 import statistics
@@ -33,13 +35,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_sample import (
     BatchSharder,
+    RejectionSampler,
     Sampler,
     SamplingParams,
     SamplingState,
     ShardPlan,
     vocab_sharded,
 )
+from dtensor_sample.calibrate import chosen_drafts, slowest, timer, verified
 from dtensor_sample.exchange import EXCHANGES
+from dtensor_sample.params import filters_of
 
 Step = Callable[[], Tensor]
 """One way to sample: token ids [B]."""
@@ -55,6 +60,11 @@ COLUMNS = {
     "gb_per_s": "GB/s",
     "host_us": "host us, eager",
     "extra_mib": "extra MiB",
+    "ranks": "ranks",
+    "vocab": "ids",
+    "dtype": "dtype",
+    "k": "K",
+    "candidates": "candidates",
 }
 """Fields of the CSV, and what the table calls them."""
 
@@ -66,6 +76,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 64, 512, 2048], metavar="N")
     parser.add_argument("--vocab", type=int, default=129280, metavar="V", help="default 129280")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument(
+        "--k", type=int, nargs="+", default=[0], metavar="K", help="one-hot drafts to verify"
+    )
     parser.add_argument("--filters", nargs="+", default=["off", "on"], choices=list(FILTERS))
     parser.add_argument("--rounds", type=int, default=30, metavar="N", help="default 30")
     parser.add_argument("--output", type=Path, metavar="NAME", help="write NAME.csv, .md and .png")
@@ -73,6 +86,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if min(*args.rows, args.vocab, args.rounds) < 1:
         parser.error("--rows, --vocab and --rounds must be at least 1")
+    if any(k < 0 or any(rows % (k + 1) for rows in args.rows) for k in args.k):
+        parser.error("--k must be >= 0, and K + 1 must divide each of --rows")
     if args.output is not None and not args.output.parent.is_dir():
         parser.error(f"--output: no folder {args.output.parent}")
     if args.draw is not None and not args.draw.is_file():
@@ -81,19 +96,33 @@ def parse() -> argparse.Namespace:
 
 
 def ways(
-    mesh: DeviceMesh, logits_BV: DTensor, params: SamplingParams
+    mesh: DeviceMesh, logits_BV: DTensor, params: SamplingParams, k: int = 0
 ) -> Iterator[tuple[str, Step]]:
-    """Every way to sample these rows."""
+    """Every way to sample these rows, or to verify them as requests of k drafts."""
     B, V = logits_BV.shape
+    slots = range(B // (k + 1))
     for exchange in EXCHANGES:
-        state = SamplingState(mesh, vocab_size=V, max_num_reqs=B, seed=1, exchange=exchange)
-        for slot in range(B):
+        state = SamplingState(
+            mesh,
+            vocab_size=V,
+            max_num_reqs=len(slots),
+            num_speculative_tokens=k,
+            seed=1,
+            exchange=exchange,
+        )
+        for slot in slots:
             state.add(slot, params)
-        plan = BatchSharder(state, owners="position").plan(list(range(B)), positions=[0] * B)
         # With owners by position, rows in batch order are rows in the plan's order but for padding.
+        sharder = BatchSharder(state, owners="position")
+        plan = sharder.plan(slots, [k + 1] * len(slots), positions=[0] * len(slots))
         rows = vocab_sharded(plan.select(logits_BV.to_local()), mesh, vocab_size=V)
-        sampler = Sampler(state)
-        yield exchange, functools.partial(sampled, sampler, rows, plan)
+        if k:
+            drafts = chosen_drafts(plan)
+            yield exchange, functools.partial(verified, RejectionSampler(state), rows, plan, drafts)
+        else:
+            yield exchange, functools.partial(sampled, Sampler(state), rows, plan)
+    if k:
+        return
     yield "gather + sample", functools.partial(gathered, logits_BV, params)
     if params.top_k == 0 and B % mesh.size() == 0:
         yield "all-to-all + Gumbel", functools.partial(gumbel, mesh, logits_BV, params)
@@ -141,8 +170,13 @@ def gumbel(mesh: DeviceMesh, logits_BV: DTensor, params: SamplingParams) -> Tens
     return DTensor.from_local(token_R, mesh, [Shard(0)], run_check=False).full_tensor()
 
 
-def check(mesh: DeviceMesh, logits_BV: DTensor, params: SamplingParams) -> None:
+def check(mesh: DeviceMesh, logits_BV: DTensor, params: SamplingParams, k: int = 0) -> None:
     """Equal tokens under all exchanges, largest logits if greedy, and known ids in any way."""
+    if k:
+        first, *others = (step().tolist() for _, step in ways(mesh, logits_BV, params, k))
+        if any(other != first for other in others):
+            raise SystemExit("the exchanges differ from each other in verification")
+        return
     tokens = {name: step().tolist() for name, step in ways(mesh, logits_BV, params)}
     largest = logits_BV.full_tensor().argmax(-1).tolist()
     greedy = SamplingParams(temperature=0.0)
@@ -155,43 +189,6 @@ def check(mesh: DeviceMesh, logits_BV: DTensor, params: SamplingParams) -> None:
         ids != largest for ids in chosen
     ):
         raise SystemExit("the exchanges differ from each other, or greedy tokens from the largest")
-
-
-def timer(step: Step, device: str) -> Callable[[], float]:
-    """What runs a step once and returns its microseconds."""
-    if device == "cpu":
-
-        def run() -> float:
-            begin = time.perf_counter()
-            step()
-            return (time.perf_counter() - begin) * 1e6
-
-        return run
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay() -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
-
-    return replay
-
-
-def slowest(value: float, device: str) -> float:
-    """The largest value of any rank."""
-    largest = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return float(largest.item())
 
 
 def host_us(step: Step, device: str) -> float:
@@ -238,9 +235,9 @@ def measure(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[dict[str, An
         local = torch.randn(B, columns, generator=generator, device=device).mul_(2).to(dtype)
         logits_BV = vocab_sharded(local, mesh, vocab_size=V)
         floor_us = B * V * dtype.itemsize / mesh.size() / speed
-        for filters in args.filters:
-            check(mesh, logits_BV, FILTERS[filters])
-            steps = dict(ways(mesh, logits_BV, FILTERS[filters]))
+        for k, filters in itertools.product(args.k, args.filters):
+            check(mesh, logits_BV, FILTERS[filters], k)
+            steps = dict(ways(mesh, logits_BV, FILTERS[filters], k))
             host = {name: host_us(step, device) for name, step in steps.items()}
             extra = {name: extra_mib(step, device) for name, step in steps.items()}
             timers = {name: timer(step, device) for name, step in steps.items()}
@@ -262,6 +259,11 @@ def measure(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[dict[str, An
                     "gb_per_s": round(B * V * dtype.itemsize / mesh.size() / median / 1e3, 1),
                     "host_us": round(slowest(host[name], device)),
                     "extra_mib": None if extra[name] is None else round(extra[name] or 0.0, 1),
+                    "ranks": mesh.size(),
+                    "vocab": V,
+                    "dtype": args.dtype,
+                    "k": k,
+                    "candidates": filters_of([FILTERS[filters]]).candidates,
                 }
 
 
@@ -312,6 +314,7 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                 (int(record["rows"]), float(record[field]))
                 for record in records
                 if (record["way"], record["filters"]) == (name, filters)
+                and not int(record.get("k") or 0)
                 and float(record[field] or 0) > 0  # a logarithm has no place for the others
             ]
             if points:

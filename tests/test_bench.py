@@ -12,9 +12,9 @@ from tests.batches import shard_vocab
 from tests.pool import worlds
 
 
-def records(mesh) -> list[dict]:
+def records(mesh, rows: list[int], k: int) -> list[dict]:
     args = argparse.Namespace(
-        rows=[2, 3], vocab=1003, dtype="bfloat16", filters=["off", "on"], rounds=3
+        rows=rows, vocab=1003, dtype="bfloat16", k=[k], filters=["off", "on"], rounds=3
     )
     with torch.inference_mode():
         return list(bench.measure(mesh, args))
@@ -22,13 +22,20 @@ def records(mesh) -> list[dict]:
 
 @worlds("cpu:2", "cuda:2")
 def test_every_way_is_timed(ranks):
-    for found in ranks.run(records):
+    for found in ranks.run(records, [2, 3], 0):
         for rows, filters in ((2, "off"), (2, "on"), (3, "off"), (3, "on")):
             own = [r for r in found if (r["rows"], r["filters"]) == (rows, filters)]
             ways = {r["way"] for r in own}
             assert {*EXCHANGES, "gather + sample"} <= ways
             assert ("all-to-all + Gumbel" in ways) == ((rows, filters) == (2, "off"))
             assert all(0 < r["us_20"] <= r["us"] <= r["us_80"] for r in own)
+
+
+@worlds("cpu:2", "cuda:2")
+def test_verification_is_timed(ranks):
+    for found in ranks.run(records, [8], 3):
+        assert [record["way"] for record in found] == [*EXCHANGES] * 2
+        assert {record["k"] for record in found} == {3}
 
 
 def refused(mesh) -> str:

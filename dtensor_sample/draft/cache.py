@@ -51,6 +51,8 @@ class DraftCache:
         self.axis, self.num_slots, self.K, self.vocab_size = axis, num_slots, K, vocab_size
         self.exchange: str | None = None
         """Under which exchange drafts are kept, from the first one on."""
+        self.expected: str | None = None
+        """Under which exchange they will be if that is left to "auto", once drafts are to come."""
         self.logits_MSw: Tensor | None = None
         """[blocks * K, 1, w]: w = V, or v under `vocab`; None before the first draft."""
         self.columns = 0
@@ -64,9 +66,9 @@ class DraftCache:
         """Bytes of draft logits that this rank has allocated."""
         return 0 if self.logits_MSw is None else self.logits_MSw.nbytes
 
-    def pinned(self, slot: int, exchange: Exchange) -> int | None:
+    def pinned(self, slot: int, exchange: str | None) -> int | None:
         """The rank that must verify a slot, since it keeps its drafts; None: any will do."""
-        batch = exchange.name == self.exchange == "batch"
+        batch = exchange == self.exchange == "batch"
         return self._kept[slot].owner if batch and slot in self._kept else None
 
     def room(self) -> list[int]:

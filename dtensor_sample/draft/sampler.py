@@ -30,6 +30,8 @@ class DraftSampler:
         if state.num_speculative_tokens == 0:
             raise ValueError("state must have num_speculative_tokens >= 1 to draft, got 0")
         self.state, self.greedy = state, check.instance("greedy", greedy, bool)
+        if not greedy:
+            state.expect_drafts()
 
     def __call__(self, draft_logits: Tensor, plan: ShardPlan, *, step: int) -> Tensor:
         """Draw draft token `step` of each request; every rank of the axis must call this.
