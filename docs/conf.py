@@ -24,7 +24,15 @@ html_theme = "furo"
 html_title = f"dtensor_sample {version}"
 
 NEVER_CONSTRUCTED = {
-    f"dtensor_sample.{name}" for name in ("BatchedParams", "Drafter", "SamplerOutput", "ShardPlan")
+    f"dtensor_sample.{name}"
+    for name in (
+        "BatchedParams",
+        "Drafter",
+        "SamplerOutput",
+        "ShardPlan",
+        "explain.Estimate",
+        "explain.Explanation",
+    )
 }
 """Users are handed these: arguments of their constructors would only be in the way."""
 

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import doctest
 import importlib
+import importlib.util
 import io
 import re
 import subprocess
@@ -26,6 +27,7 @@ from dtensor_sample import (
     SamplingState,
     replicated,
 )
+from dtensor_sample.__main__ import main
 from tests.batches import shard_vocab
 from tests.pool import worlds
 
@@ -142,7 +144,7 @@ def test_docstrings(ranks):
 
 
 def test_figure(tmp_path, monkeypatch):
-    """It draws itself, and says which requests each rank owns."""
+    """They draw themselves, and say which requests each rank owns and what is predicted."""
     pytest.importorskip("matplotlib", reason="the figure needs the extra `docs`")
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     figures: SimpleNamespace = importlib.import_module("figures")  # type: ignore[assignment]
@@ -150,6 +152,10 @@ def test_figure(tmp_path, monkeypatch):
     figures.draw(tmp_path / "figure.svg")
     text = (tmp_path / "figure.svg").read_text()
     for label in ("rank 3", "token of 7", "its own rows, all columns"):
+        assert label in text
+    figures.draw_predictions(tmp_path / "times.svg")
+    text = (tmp_path / "times.svg").read_text()
+    for label in ("batch", "vocab", "replicate", "512 rows, no filter", "predicted us"):
         assert label in text
 
 
@@ -190,6 +196,23 @@ def test_figures_of_the_guide_are_those_of_the_report():
             us, mib = cell.removesuffix(" MiB").split(" us, ")
             assert abs(float(us) - float(record["us"])) <= 0.5, (count, filters, way)
             assert abs(float(mib) - float(record["extra_mib"])) <= (0.05 if "." in mib else 0.5)
+
+
+def test_explained_step_of_the_guide(capsys, monkeypatch):
+    """Catches a guide whose counts are not what the command prints; times are fitted anew."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no rich: plain text
+    command, printed = re.findall(
+        r"^```\n(python -m dtensor_sample explain .*?)\n```\n\n```\n(.*?)^```",
+        (ROOT / "docs" / "choosing_an_exchange.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )[0]
+    main(command.split()[3:])
+
+    def counts(text: str) -> list[str]:
+        fitted = ("predicted time", "choice", "time:")
+        return [line for line in text.splitlines() if not line.startswith(fitted)]
+
+    assert counts(capsys.readouterr().out) == counts(printed)
 
 
 @pytest.mark.slow
