@@ -18,9 +18,9 @@ from dtensor_sample.check import INT64_MAX
 from dtensor_sample.debug import agree, debug_by_default
 from dtensor_sample.exchange import Exchange, Logits, exchange_of
 from dtensor_sample.layout import Layout, layout_of
-from dtensor_sample.ops.values import from_ordered_keys, ordered_keys, values, values_at
+from dtensor_sample.ops.values import count_rows, values
 from dtensor_sample.params import TOP_P_ONE, Filters, RowParams
-from dtensor_sample.weigh import weigh
+from dtensor_sample.weigh import Weighed, weigh
 
 _CHUNK = 1 << 24
 """Logits whose gradients are computed at once."""
@@ -95,18 +95,17 @@ class _LogProbs(torch.autograd.Function):
     ) -> Tensor:
         rows = local_Tv.shape[0]
         placed = where.place(local_Tv.detach(), [rows] * where.axis.size, width)
-        row = weigh(placed, _neutral(rows, local_Tv.device), Filters(False, False, True), where, V)
-        lse_T = ops.log_sum(row.total_R, row.peak_R, V)
-        value_TN = _values(placed, ids_TN, where, V)
-        ctx.save_for_backward(local_Tv, ids_TN, lse_T, placed.first_id_S)  # one segment
+        row = weigh_raw(placed, where, V)
+        share = (row.peak_R, row.scale_R, row.total_R)
+        ctx.save_for_backward(local_Tv, ids_TN, placed.first_id_S, *share)  # one segment
         ctx.vocab_size = V
-        found_TN = (value_TN.double() - lse_T[:, None]).float()
-        return torch.where(value_TN > -torch.inf, found_TN, -torch.inf)
+        found_TN: Tensor = ops.log_probability(row.read(ids_TN, where, V), *share, V)
+        return found_TN
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of ln p(id): 1 at the id, less p everywhere; in chunks of rows."""
-        local_Tv, ids_TN, lse_T, first_id_1 = ctx.saved_tensors
+        local_Tv, ids_TN, first_id_1, *share = ctx.saved_tensors
         columns, result_Tv = local_Tv.shape[1], torch.empty_like(local_Tv)
         if columns == 0:  # V < P: this rank has none
             return result_Tv, None, None, None, None
@@ -118,27 +117,21 @@ class _LogProbs(torch.autograd.Function):
         for begin in range(0, len(local_Tv), step):
             part = slice(begin, begin + step)
             x_Tv = values(local_Tv[part, None], first_id_1, None, ctx.vocab_size)[:, 0]
-            found_Tv = (x_Tv.double() - lse_T[part, None]).float().exp()
+            found_Tv = ops.log_probability(x_Tv, *(s[part] for s in share), ctx.vocab_size).exp()
             found_Tv *= -grad_TN[part].sum(1, keepdim=True)
             found_Tv.scatter_add_(1, column_TN[part].clamp(0, columns - 1), own_TN[part])
             result_Tv[part] = found_Tv.masked_fill(x_Tv == -torch.inf, 0)
         return result_Tv, None, None, None, None
 
 
-def _neutral(rows: int, device: torch.device) -> RowParams:
-    """Temperature 1 and no filter."""
+def weigh_raw(logits: Logits, where: Exchange, vocab_size: int) -> Weighed:
+    """The distributions of rows as the model gave them: temperature 1, no filter."""
+    x_NSv, first_id_S, rows_R = logits[:3]
+    rows, device = count_rows(x_NSv, rows_R), x_NSv.device
     zeros_R = torch.zeros(rows, dtype=torch.int64, device=device)
     scale_R = torch.full((rows,), math.log2(math.e), device=device)
     off_R = torch.full((rows,), -torch.inf, device=device)
-    return RowParams(scale_R, off_R, zeros_R + INT64_MAX, zeros_R + TOP_P_ONE, zeros_R, zeros_R > 0)
-
-
-def _values(logits: Logits, ids_TN: Tensor, where: Exchange, V: int) -> Tensor:
-    """[T, n] float32 values at ids, wherever they lie; -inf where an id is none of them."""
-    x_T1v, first_id_1, _ = logits
-    column_TN = ids_TN - first_id_1
-    value_T1N, _ = values_at(x_T1v, first_id_1, None, column_TN * 0, column_TN, V)
-    value_TN = value_T1N[:, 0]
-    key_TN = torch.where(value_TN > -torch.inf, ordered_keys(value_TN) + 1, 0)  # 0: nothing here
-    total_TN = where.total(key_TN)
-    return torch.where(total_TN > 0, from_ordered_keys((total_TN - 1).clamp(min=0)), -torch.inf)
+    neutral = (zeros_R + INT64_MAX, zeros_R + TOP_P_ONE, zeros_R, zeros_R > 0)
+    params = RowParams(scale_R, off_R, *neutral)
+    as_given = Logits(x_NSv, first_id_S, rows_R)
+    return weigh(as_given, params, Filters(False, False, drawn=True), where, vocab_size)
