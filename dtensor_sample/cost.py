@@ -6,8 +6,8 @@ import torch
 
 from dtensor_sample.exchange import Exchange
 from dtensor_sample.ops import BINS, PARTS
-from dtensor_sample.output import RESULT_COLUMNS, VERIFIED_COLUMNS
-from dtensor_sample.params import Filters
+from dtensor_sample.output import RESULT_COLUMNS, TOLD_COLUMNS, VERIFIED_COLUMNS
+from dtensor_sample.params import Filters, Wants
 from dtensor_sample.threshold import LEVELS
 
 INTEGER_BYTES = 8
@@ -47,6 +47,33 @@ def cost_of(
     if exchange.name == "vocab":
         steps += _weigh(exchange.axis.size, num_rows, filters, dtype)
     return _sum(received, [*steps, _settle(exchange, num_rows * RESULT_COLUMNS)])
+
+
+def with_report(cost: Cost, exchange: Exchange, tokens: int, wants: Wants, *, raw: bool) -> Cost:
+    """The cost of a step that also tells `tokens` tokens, padding included, about themselves.
+
+    Each token takes 4 integers of 4 bytes, 1 more for each given id, and 2 for each of the
+    likeliest and of the kept tokens. Under `vocab` also, in a ring, 1 integer of 8 bytes for the
+    token and each given id, and 3 counts, or 6 with kept tokens; to each other rank, the likeliest
+    and the kept tokens; and in raw modes 18 integers as `cost_of` has them.
+    """
+    P = exchange.axis.size
+    if P == 1 or tokens == 0 or not wants.logprobs:
+        return cost
+    steps: list[Step] = []
+    if exchange.name == "vocab":
+        if raw:
+            steps += [_all_gather(P, tokens * 2), _all_gather(P, tokens * PARTS)]
+        steps += [_all_reduce(P, tokens * (1 + wants.given))]
+        steps += [_all_reduce(P, tokens * (6 if wants.kept else 3))]
+        if wants.top + wants.kept > 0:
+            steps += [_all_gather(P, tokens * (wants.top + wants.kept))]
+    columns = TOLD_COLUMNS + wants.given + 2 * (wants.top + wants.kept)
+    steps += [_settle(exchange, tokens * columns / 2)]
+    more = _sum(0, steps)
+    return Cost(
+        cost.wire_bytes + more.wire_bytes, cost.buffer_bytes, cost.collectives + more.collectives
+    )
 
 
 def cost_of_verifying(
@@ -114,7 +141,7 @@ def _weigh(P: int, rows: int, filters: Filters, dtype: torch.dtype) -> list[Step
     return [_all_gather(P, rows * 2), *thresholds, _all_gather(P, rows * PARTS)]
 
 
-def _settle(exchange: Exchange, integers: int) -> Step:
+def _settle(exchange: Exchange, integers: float) -> Step:
     """Results of all requests to every rank."""
     P = exchange.axis.size
     if exchange.name == "vocab":

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from dtensor_sample import check
-from dtensor_sample.cost import Cost, cost_of, cost_of_verifying
+from dtensor_sample.cost import Cost, cost_of, cost_of_verifying, with_report
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.layout import DTYPES, Layout, axis_index, layout_of
-from dtensor_sample.params import Filters, RowParams
+from dtensor_sample.params import Filters, RowParams, Wants
 from dtensor_sample.state import Request, SamplingState
 
 
@@ -63,6 +63,8 @@ class ShardPlan:
     """Most rows of any request."""
     filters: Filters
     """What any request of the batch needs."""
+    wants: Wants
+    """What any request of the batch wants told of its tokens."""
     draft_blocks: tuple[int, ...]
     """[B] which block of the draft cache has, or would have, each request's drafts; -1: none."""
     draft_steps: tuple[int, ...]
@@ -89,6 +91,9 @@ class ShardPlan:
     and where there is no room. Like `row_draft_steps` empty without speculative tokens."""
     row_draft_steps: Tensor
     """[R] int64: `draft_steps` of each local row's request."""
+    asked: Tensor
+    """[B * (5 + most given ids)] int64: what each request wants told, as in `Wants`, and its given
+    ids, then -1; empty if none wants anything."""
     positions: Tensor | None
     """[B] int64 given by the caller, or None: the state's, which then advance."""
 
@@ -96,8 +101,14 @@ class ShardPlan:
     def structure(self) -> Hashable:
         """All that decides which operations a step runs and the shapes of its tensors."""
         sizes = (self.capacity, self.num_rows, self.request_capacity, self.draft_capacity)
-        kinds = (self.filters, self.positions is None, any(self.draft_steps))
+        told = (self.wants, self.told_rows if self.wants.logprobs else 0)
+        kinds = (self.filters, told, self.positions is None, any(self.draft_steps))
         return self.exchange, sizes, len(self.batch_slots), kinds
+
+    @property
+    def told_rows(self) -> int:
+        """Of how many rows of each request something can be told."""
+        return 1 if self.max_rows_per_request <= 1 else self.state.num_speculative_tokens + 1
 
     def on(self, packed: Tensor, positions: Tensor | None) -> "ShardPlan":
         """This plan with its index tensors in another place."""
@@ -249,7 +260,10 @@ class ShardPlan:
         method: str | None = None,
         draft_dtype: torch.dtype | None = None,
     ) -> Cost:
-        """Bytes and collectives of this step, on one rank; at most, if a `DraftSampler` is greedy.
+        """Bytes and collectives of this step, on one rank.
+
+        It is at most that if a `DraftSampler` is greedy, or drafts for requests that ask for
+        log-probabilities: those are told of emitted tokens only.
 
         Args:
             dtype: of the logits.
@@ -261,19 +275,23 @@ class ShardPlan:
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {DTYPES}, got {dtype}")
         shape = (self.state.vocab_size, self.filters, dtype)
-        if method is None and self.max_rows_per_request <= 1:
-            return cost_of(self.exchange, self.num_rows, *shape)
         holders = self.state.axis.size if self.exchange.name == "batch" else 1
-        return cost_of_verifying(
-            self.exchange,
-            self.num_rows,
-            holders * self.request_capacity,
-            self.draft_capacity,
-            self.state.num_speculative_tokens,
-            *shape,
-            draft_dtype,
-            method or "block",
-        )
+        if method is None and self.max_rows_per_request <= 1:
+            cost = cost_of(self.exchange, self.num_rows, *shape)
+        else:
+            cost = cost_of_verifying(
+                self.exchange,
+                self.num_rows,
+                holders * self.request_capacity,
+                self.draft_capacity,
+                self.state.num_speculative_tokens,
+                *shape,
+                draft_dtype,
+                method or "block",
+            )
+        tokens = holders * self.request_capacity * self.told_rows
+        raw = self.state.logprobs_mode.startswith("raw")
+        return with_report(cost, self.exchange, tokens, self.wants, raw=raw)
 
     def explain(self, dtype: torch.dtype = torch.float32) -> str:
         """Owners, bytes, memory and collectives of this step, as text."""
@@ -305,6 +323,7 @@ INDICES = (
     "row_offsets",
     "row_draft_rows",
     "row_draft_steps",
+    "asked",
 )
 """The fields of a plan that lie on the device, in the order in which `packed` has them."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtensor_sample import check
 from dtensor_sample.exchange import check_exchange, exchange_of
-from dtensor_sample.params import filters_of
+from dtensor_sample.params import SamplingParams, Wants, filters_of, wants_of
 from dtensor_sample.plan import INDICES, ShardPlan
 from dtensor_sample.profile import profiled
 from dtensor_sample.state import SamplingState
@@ -203,6 +203,8 @@ class BatchSharder:
         lane_slots[:B] = slots_B
         lane_sources = np.zeros(lanes, dtype=np.int64)
         lane_sources[:B] = holder_B * requests + _place_in_group(holder_B)
+        params = [state.request(slot).params for slot in slots]
+        wants = wants_of(params, state.vocab_size)
         indices = {
             "logits_indices": hidden_T[row_order],
             "gathered_src_indices": lane_sources,
@@ -213,6 +215,7 @@ class BatchSharder:
             "row_offsets": offset_T[mine],
             "row_draft_rows": np.where(real_R, block_R * K, -1) if K else block_R[:0],
             "row_draft_steps": steps_R if K else steps_R[:0],
+            "asked": _asked(params, wants, lanes),
         }
         fields = [indices[name] for name in INDICES]
         packed = torch.from_numpy(np.concatenate(fields)).to(state.device, non_blocking=True)
@@ -235,13 +238,26 @@ class BatchSharder:
             request_capacity=requests,
             draft_capacity=drafts,
             max_rows_per_request=max(rows, default=0),
-            filters=filters_of([state.request(slot).params for slot in slots]),
+            filters=filters_of(params),
+            wants=wants,
             draft_blocks=blocks,
             draft_steps=steps,
             packed=packed,
             **dict(zip(INDICES, on_device, strict=True)),
             positions=None if positions is None else _on_device(positions, B, state.device),
         )
+
+
+def _asked(params: Sequence[SamplingParams], wants: Wants, lanes: int) -> Array:
+    """What each request wants told; see `ShardPlan.asked`. Padding wants nothing."""
+    if not wants.logprobs:
+        return np.zeros(0, np.int64)
+    rows = np.full((lanes, len(Wants._fields) + wants.given), -1, np.int64)
+    rows[:, : len(Wants._fields)] = Wants()
+    for row, own in zip(rows, params, strict=False):
+        told = (*own.wants, *own.logprob_token_ids)
+        row[: len(told)] = told
+    return rows.flatten()
 
 
 def _place_in_group(group_N: Array) -> Array:

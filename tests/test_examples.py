@@ -834,8 +834,8 @@ def test_json_of_speculation(pair: tuple[Path, Path], tmp_path: Path) -> None:
 class Wrong(Sampler):
     """Samples the next id under one of the exchanges."""
 
-    def gather(self, drawn_RW: torch.Tensor, plan: ShardPlan) -> SamplerOutput:
-        output = super().gather(drawn_RW, plan)
+    def gather(self, drawn: Any, plan: ShardPlan) -> SamplerOutput:
+        output = super().gather(drawn, plan)
         if plan.exchange.name == "vocab":
             output.token_ids.add_(1)
         return output

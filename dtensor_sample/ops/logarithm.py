@@ -68,7 +68,7 @@ def _(total_R: Tensor, spread_R: Tensor, vocab_size: int) -> Tensor:
 
 def _log_total(total_R: Tensor, vocab_size: int) -> Tensor:
     """[R] float64: ln(total / 2**S); -inf where a row has no token."""
-    return total_R.double().log() - weight_bits(vocab_size) * LN_2
+    return (total_R.double() * 0.5 ** weight_bits(vocab_size)).log()
 
 
 shard_like(torch.ops.dtensor_sample.log_probability.default, "row", "row row row row -")

@@ -69,10 +69,10 @@ def values_by_rows(
     step = max(1, _BY_ROWS // max(1, x_NSv.shape[1] * x_NSv.shape[2]))
     for begin in range(0, count_rows(x_NSv, rows_R), step):
         part = slice(begin, begin + step)
-        some = (x_NSv[part], first_id_S, None)
-        if rows_R is not None:
-            some = (x_NSv, first_id_S, rows_R[part])
-        yield part, values(*some, vocab_size)
+        if rows_R is None:
+            yield part, values(x_NSv[part], first_id_S, None, vocab_size)
+        else:
+            yield part, values(x_NSv, first_id_S, rows_R[part], vocab_size)
 
 
 def values_at(
