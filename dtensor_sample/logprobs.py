@@ -7,17 +7,18 @@ moves: ranks exchange a few integers a row.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import pad
 
 from dtensor_sample import ops
 from dtensor_sample.check import INT64_MAX
 from dtensor_sample.debug import agree, debug_by_default
-from dtensor_sample.exchange import Exchange, Logits, exchange_of
-from dtensor_sample.layout import Layout, layout_of
+from dtensor_sample.exchange import Axis, Exchange, Logits, exchange_of
+from dtensor_sample.layout import axis_index, layout_of, replicated
 from dtensor_sample.ops.values import count_rows, values
 from dtensor_sample.params import TOP_P_ONE, Filters, RowParams
 from dtensor_sample.weigh import Weighed, weigh
@@ -36,7 +37,8 @@ def logprobs(
 
     Args:
         logits: DTensor [..., V] (float32, bfloat16, float16), on the axis Shard(-1) or Replicate(),
-            as `sample` takes them. A NaN counts as -inf, and +inf as the largest finite value.
+            as `sample` takes them, or Shard(0): each rank holds some of the rows. A NaN counts as
+            -inf, and +inf as the largest finite value.
         ids: [...] int64 plain tensor, or [..., n] for n tokens of each row; on the logits' device.
         vocab_size: V without padding: ids from here on have no probability, and add none. Default:
             the last dim.
@@ -44,7 +46,8 @@ def logprobs(
 
     Returns:
         float32 plain tensor of the shape of `ids`, the same on every rank, and the same bits for
-        every number of ranks and either placement; -inf where an id has no probability (a masked
+        every number of ranks and each placement; they are also those of `Sampler` and
+        `RejectionSampler` in the mode "raw_logprobs". -inf where an id has no probability (a masked
         token, or no id of the vocabulary: -1). Within 1e-6 of exact arithmetic, relative to the
         larger of 1 and the result.
 
@@ -56,36 +59,96 @@ def logprobs(
         >>> bool((logprobs(logits, largest) <= 0).all())  # doctest: +SKIP
         True
     """
+    shards, lead = _row_shards(logits, axis), None
+    if shards is not None:  # each rank holds some rows, and all of these
+        lead = logits.shape[:-1]
+        logits = replicated(logits.to_local(), logits.device_mesh, axis=axis)
     layout, error = layout_of(logits, axis=axis, vocab_size=vocab_size), None
+    lead = layout.lead if lead is None else lead
     try:
-        ids_TN = _ids(ids, layout)
+        ids_TN = _ids(ids, lead, layout.local_Tv.device)
     except ValueError as refused:
         error = refused
     if debug_by_default():
-        shape = (layout.lead, layout.width, layout.vocab_size, logits.dtype)
+        shape = (lead, layout.width, layout.vocab_size, logits.dtype)
         agree(layout.axis, layout.local_Tv.device, error, logits=shape, ids=error is None and ids)
     elif error is not None:
         raise error
     # Where the vocabulary is not sharded there is nothing to exchange.
     where = exchange_of("replicate" if layout.width is None else "vocab", layout.axis)
-    found: Tensor = _LogProbs.apply(layout.local_Tv, ids_TN, where, layout.width, layout.vocab_size)  # type: ignore[no-untyped-call]
+    own_TN = ids_TN if shards is None else shards.own(ids_TN)
+    found: Tensor = _LogProbs.apply(layout.local_Tv, own_TN, where, layout.width, layout.vocab_size)  # type: ignore[no-untyped-call]
+    if shards is not None:
+        found = _Gathered.apply(found, shards)  # type: ignore[no-untyped-call]
     return found.view(ids.shape)
 
 
-def _ids(ids: Tensor, layout: Layout) -> Tensor:
+def _ids(ids: Tensor, lead: torch.Size, device: torch.device) -> Tensor:
     """[T, n] ids; ValueError for anything else."""
     if not isinstance(ids, Tensor) or isinstance(ids, DTensor):
         raise ValueError(f"ids must be a plain tensor, got {type(ids).__name__}")
     if ids.dtype != torch.int64:
         raise ValueError(f"ids must be int64, got {ids.dtype}")
-    lead, rows = layout.lead, layout.lead.numel()
     if ids.shape[: len(lead)] != lead or ids.ndim > len(lead) + 1:
         raise ValueError(
             f"ids must have shape {list(lead)}, or one dim more, got {list(ids.shape)}"
         )
-    if ids.device != layout.local_Tv.device:
-        raise ValueError(f"ids must be on {layout.local_Tv.device}, got {ids.device}")
-    return ids.reshape(rows, ids.shape[len(lead) :].numel())
+    if ids.device != device:
+        raise ValueError(f"ids must be on {device}, got {ids.device}")
+    return ids.reshape(lead.numel(), ids.shape[len(lead) :].numel())
+
+
+class _RowShards(NamedTuple):
+    """Logits of which each rank holds some rows, as `torch.chunk` cuts the first dim."""
+
+    axis: Axis
+    rows: int
+    """Of all ranks."""
+    chunk: int
+    """Rows of a rank, but for those that have fewer."""
+
+    def own(self, every_TN: Tensor) -> Tensor:
+        """This rank's rows of all."""
+        return every_TN[self.axis.rank * self.chunk :][: self.chunk]
+
+    def every(self, own_RN: Tensor) -> Tensor:
+        """The inverse of `own`."""
+        padded = pad(own_RN, (0, 0, 0, self.chunk - own_RN.shape[0]))
+        return self.axis.all_gather(padded).flatten(0, 1)[: self.rows]
+
+
+def _row_shards(logits: object, axis: str) -> _RowShards | None:
+    """How the axis shards the rows of logits; None if it does not."""
+    if not isinstance(logits, DTensor) or logits.ndim < 2:
+        return None
+    dim = axis_index(logits.device_mesh, axis)
+    others = [p for i, p in enumerate(logits.placements) if i != dim]
+    if logits.placements[dim] != Shard(0) or not all(p.is_replicate() for p in others):
+        return None
+    place, inner = Axis.of(logits.device_mesh, dim), logits.shape[1:-1].numel()
+    chunk = -(-logits.shape[0] // place.size) * inner
+    shards = _RowShards(place, logits.shape[0] * inner, chunk)
+    held = logits.to_local().shape[:-1].numel()
+    own = max(0, min(chunk, shards.rows - place.rank * chunk))
+    if held != own:
+        raise ValueError(
+            f"logits must hold {own} rows on rank {place.rank} to be {list(logits.shape)} in all, "
+            f"got {held}"
+        )
+    return shards
+
+
+class _Gathered(torch.autograd.Function):
+    """Results of each rank's rows to every rank, whose gradients are all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, own_RN: Tensor, shards: _RowShards) -> Tensor:
+        ctx.shards = shards
+        return shards.every(own_RN)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor, None]:
+        return ctx.shards.own(grad_TN), None
 
 
 class _LogProbs(torch.autograd.Function):

@@ -523,3 +523,16 @@ def test_costs(ranks, exchange, mode):
         assert abs(sent - bytes_promised) <= len(said)  # each is rounded
         if exchange != "vocab" and ranks.size > 1:
             assert len(said) <= 3
+
+
+@worlds("cpu:2", "cuda:2")
+@pytest.mark.timeout(300)
+def test_compiled_steps_tell_the_same(ranks):
+    """Catches what a compiled step computes otherwise, or does not give out."""
+    batch, eager = wide_batch(78), Layout()
+    for mode in MODES[:2]:
+        wanted = ranks.run(told_step, batch, eager, mode)
+        got = ranks.run(told_step, batch, replace(eager, compile=True), mode, timeout=150)
+        for (ids, told), (wanted_ids, wanted_told) in zip(got, wanted, strict=True):
+            assert torch.equal(ids, wanted_ids)
+            same(told, wanted_told)
