@@ -27,6 +27,20 @@ TOP_P_ONE = 1 << 31
 """top_p as a fixed-point number of 31 fractional bits: this is 1, the filter off."""
 
 
+class Wants(NamedTuple):
+    """What is to be told of emitted tokens: host data, replicated, since shapes follow from it."""
+
+    logprobs: bool = False
+    """The token's own log-probability and rank: told with whatever else is."""
+    top: int = 0
+    """How many of the likeliest tokens."""
+    given: int = 0
+    """How many given ids."""
+    kept: int = 0
+    """How many kept tokens."""
+    entropy: bool = False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """What one request asks of the sampler.
@@ -66,6 +80,8 @@ class SamplingParams:
     """With each emitted token tell the entropy of the distribution in its place."""
     _packed: tuple[int, int, int, int, int] = field(init=False, repr=False, compare=False)
     """All but the seed as in `pack`, worked out here: a compiled step could not trace that."""
+    wants: Wants = field(init=False, repr=False, compare=False)
+    """What to tell of its tokens, in short."""
 
     def __post_init__(self) -> None:
         """Normalise and validate every field."""
@@ -83,18 +99,14 @@ class SamplingParams:
         capacity = check.integer("kept_capacity", self.kept_capacity, 0, MOST_IDS)
         put(self, "kept_capacity", capacity)
         check.instance("entropy", self.entropy, bool)
+        more = (self.logprobs or 0, len(self.logprob_token_ids), self.kept_capacity, self.entropy)
+        put(self, "wants", Wants(self.logprobs is not None or any(more), *more))
         put(self, "_packed", _pack(self))
 
     @property
     def greedy(self) -> bool:
         """Whether the largest logit is always taken."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0
-
-    @property
-    def wants(self) -> "Wants":
-        """What to tell of its tokens."""
-        more = (self.logprobs or 0, len(self.logprob_token_ids), self.kept_capacity, self.entropy)
-        return Wants(self.logprobs is not None or any(more), *more)
 
     def spawn(self, n: int) -> list["SamplingParams"]:
         """`n` copies whose seeds are distinct streams derived from this one's (None stays None).
@@ -165,25 +177,13 @@ def filters_of(params: Sequence[SamplingParams]) -> Filters:
     )
 
 
-class Wants(NamedTuple):
-    """What is to be told of emitted tokens: host data, replicated, since shapes follow from it."""
-
-    logprobs: bool = False
-    """The token's own log-probability and rank: told with whatever else is."""
-    top: int = 0
-    """How many of the likeliest tokens."""
-    given: int = 0
-    """How many given ids."""
-    kept: int = 0
-    """How many kept tokens."""
-    entropy: bool = False
-
-
 def wants_of(params: Sequence[SamplingParams], vocab_size: int) -> Wants:
     """The most that any of `params` want."""
-    most = map(max, zip(Wants(), *(p.wants for p in params), strict=True))
-    logprobs, top, given, kept, entropy = most
-    return Wants(bool(logprobs), min(top, vocab_size), given, min(kept, vocab_size), bool(entropy))
+    wants = [p.wants for p in params if p.wants.logprobs]
+    if not wants:
+        return Wants()
+    _, top, given, kept, entropy = map(max, zip(*wants, strict=True))
+    return Wants(True, min(top, vocab_size), given, min(kept, vocab_size), entropy)
 
 
 class RowParams(NamedTuple):
