@@ -73,6 +73,7 @@ for _op in (
     residual_mass,
     residual_pick,
     store,
+    tally,
     uniform,
 ):
     use_kernel(_op)

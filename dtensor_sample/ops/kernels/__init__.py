@@ -27,6 +27,7 @@ _MODULES = {
     "residual_mass": "residual",
     "residual_pick": "pick",
     "store": "store",
+    "tally": "tally",
     "uniform": "uniform",
     "weigh": "whole",
 }
