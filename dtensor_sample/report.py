@@ -45,6 +45,7 @@ def report(output: SamplerOutput, row: Weighed, plan: ShardPlan) -> SamplerOutpu
     request_Q = plan.row_requests[row_QJ[:, 0]]
     asked_QW = _asked(plan)[request_Q]
     token_QJ = output.token_ids[request_Q, : len(step_J)]
+    # Requests that are padding tell nothing; their rows need not be read.
     told_QJ = (token_QJ >= 0) & (step_J < count_Q[:, None]) & (asked_QW[:, :1] > 0)
     given_QG = asked_QW[:, len(Wants._fields) :]
     ids_QJI = torch.cat([token_QJ[..., None], given_QG[:, None].expand(-1, len(step_J), -1)], 2)
@@ -97,10 +98,10 @@ def _describe(
     counts = [ops.tally(*seen.args, value_NI[:, 0].contiguous(), V, wants.entropy)]
     tops = []
     if wants.top:
-        tops.append(ops.top(*seen.logits, seen.floor_R, V, wants.top))
+        tops.append(ops.top(*seen.logits, V, wants.top))
     if wants.kept:
         counts.append(ops.tally(*drawn.args, drawn.peak_R, V, False))
-        tops.append(ops.top(*drawn.logits, drawn.floor_R, V, wants.kept))
+        tops.append(ops.top(*drawn.logits, V, wants.kept))
     counts_N = where.total(torch.cat(counts, 1)).unbind(1)
     larger_N, spread_N, num_kept_N = counts_N[0], counts_N[2], counts_N[-2]
     if tops:

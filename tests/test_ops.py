@@ -34,7 +34,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "entropy": (zero_R + 7, zero_R + 3, V),
         "read": (*row[:3], torch.arange(8).view(4, 2), V),
         "tally": (*row, peak_R, V, True),
-        "top": (*row[:3], peak_R - 9, V, 5),
+        "top": (*row[:3], V, 5),
         "lookup": (*row, zero_R, V),
         "uniform": (zero_R, zero_R, zero_R, 0),
         "probability": (zero_R + 1, zero_R + 7),

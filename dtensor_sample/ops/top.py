@@ -13,15 +13,13 @@ def top(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
-    floor_R: Tensor,
     vocab_size: int,
     count: int,
 ) -> Tensor:
-    """The `count` largest kept values of each row here, equal ones by their ids, lowest first.
+    """The `count` largest values of each row here, equal ones by their ids, lowest first.
 
     Args:
         x_NSv, first_id_S, rows_R, vocab_size: see `values`.
-        floor_R: [R] float32: kept are values at or above it.
         count: how many of each row, >= 1.
 
     Returns:
@@ -30,12 +28,12 @@ def top(
 
     Example: the two largest of [7, 1, 7] are 7 at id 0 and 7 at id 2.
     """
-    found_RC = x_NSv.new_full((len(floor_R), count), -1, dtype=torch.int64)
+    rows = count_rows(x_NSv, rows_R)
+    found_RC = x_NSv.new_full((rows, count), -1, dtype=torch.int64)
     here = min(count, x_NSv.shape[1] * x_NSv.shape[2])
     id_Sv = token_ids(x_NSv, first_id_S)
     for part, value_rSv in values_by_rows(x_NSv, first_id_S, rows_R, vocab_size):
-        kept_rSv = (value_rSv >= floor_R[part, None, None]) & (value_rSv > -torch.inf)
-        packed_rSv = torch.where(kept_rSv, pack_value(value_rSv, id_Sv), -1)
+        packed_rSv = torch.where(value_rSv > -torch.inf, pack_value(value_rSv, id_Sv), -1)
         found_RC[part, :here] = packed_rSv.flatten(1).topk(here).values
     return found_RC[:, None]
 
@@ -45,7 +43,6 @@ def _(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
-    floor_R: Tensor,
     vocab_size: int,
     count: int,
 ) -> Tensor:
@@ -58,4 +55,4 @@ def unpack_top(packed: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(packed < 0, -torch.inf, value), torch.where(packed < 0, -1, ids)
 
 
-shard_like(torch.ops.dtensor_sample.top.default, "row_segment", "logits segment - row - -")
+shard_like(torch.ops.dtensor_sample.top.default, "row_segment", "logits segment - - -")
