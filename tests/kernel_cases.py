@@ -147,6 +147,8 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
         listed_RSn = compare("largest", ops.largest, *logits, V, size)[0]
         k_R = shape[2].clamp(max=size)
         compare("cut", ops.cut, listed_RSn, *row_args[3:], k_R, shape[3], V)
+    for count in (1, 5, 9, V):
+        compare(f"top {count}", ops.top, *logits, V, count)
     prefix_R = torch.zeros_like(uniform_R)
     for weighted in (False, True):
         compare("histogram", ops.histogram, *row_args, prefix_R, V, 0, weighted)

@@ -74,6 +74,7 @@ for _op in (
     residual_pick,
     store,
     tally,
+    top,
     uniform,
 ):
     use_kernel(_op)

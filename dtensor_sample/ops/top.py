@@ -28,14 +28,7 @@ def top(
 
     Example: the two largest of [7, 1, 7] are 7 at id 0 and 7 at id 2.
     """
-    rows = count_rows(x_NSv, rows_R)
-    found_RC = x_NSv.new_full((rows, count), -1, dtype=torch.int64)
-    here = min(count, x_NSv.shape[1] * x_NSv.shape[2])
-    id_Sv = token_ids(x_NSv, first_id_S)
-    for part, value_rSv in values_by_rows(x_NSv, first_id_S, rows_R, vocab_size):
-        packed_rSv = torch.where(value_rSv > -torch.inf, pack_value(value_rSv, id_Sv), -1)
-        found_RC[part, :here] = packed_rSv.flatten(1).topk(here).values
-    return found_RC[:, None]
+    return top_by_rows(x_NSv, first_id_S, rows_R, vocab_size, count)
 
 
 @top.register_fake
@@ -47,6 +40,20 @@ def _(
     count: int,
 ) -> Tensor:
     return x_NSv.new_empty((count_rows(x_NSv, rows_R), 1, count), dtype=torch.int64)
+
+
+def top_by_rows(
+    x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int, count: int
+) -> Tensor:
+    """What `top` computes, by looking at all tokens of a few rows at a time."""
+    rows = count_rows(x_NSv, rows_R)
+    found_RC = x_NSv.new_full((rows, count), -1, dtype=torch.int64)
+    here = min(count, x_NSv.shape[1] * x_NSv.shape[2])
+    id_Sv = token_ids(x_NSv, first_id_S)
+    for part, value_rSv in values_by_rows(x_NSv, first_id_S, rows_R, vocab_size):
+        packed_rSv = torch.where(value_rSv > -torch.inf, pack_value(value_rSv, id_Sv), -1)
+        found_RC[part, :here] = packed_rSv.flatten(1).topk(here).values
+    return found_RC[:, None]
 
 
 def unpack_top(packed: Tensor) -> tuple[Tensor, Tensor]:

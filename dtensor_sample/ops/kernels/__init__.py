@@ -28,6 +28,7 @@ _MODULES = {
     "residual_pick": "pick",
     "store": "store",
     "tally": "tally",
+    "top": "top",
     "uniform": "uniform",
     "weigh": "whole",
 }
