@@ -241,7 +241,7 @@ def batch_of(
         if p.wants.logprobs:
             raise ValueError(
                 "params must not ask for logprobs, logprob_token_ids, kept_capacity or entropy "
-                f"where tokens alone are returned, got {p}"
+                f"without a state, whose samplers tell them, got {p}"
             )
     rows = range(len(params)) if rows is None else rows
     table = [

@@ -98,11 +98,11 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "entropy number": (lambda b: P(entropy=1), ("entropy", "int", "bool")),
     "sample tells nothing": (
         lambda b: b.sample(params=P(logprobs=0)),
-        ("params", "logprobs=0", "tokens alone"),
+        ("params", "logprobs=0", "without a state"),
     ),
     "batch tells nothing": (
         lambda b: P.batch([P(entropy=True)], "cpu"),
-        ("params", "entropy=True", "tokens alone"),
+        ("params", "entropy=True", "without a state"),
     ),
     "plain logits": (lambda b: b.sample(b.full), ("logits", "Tensor", "vocab_sharded")),
     "integer logits": (lambda b: b.sample(b.logits.long()), ("logits", "int64", "float")),
