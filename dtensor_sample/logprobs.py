@@ -23,7 +23,7 @@ from dtensor_sample.ops.values import count_rows, values
 from dtensor_sample.params import TOP_P_ONE, Filters, RowParams
 from dtensor_sample.weigh import Weighed, weigh
 
-_CHUNK = 1 << 24
+_CHUNK = 1 << 22
 """Logits whose gradients are computed at once."""
 
 
