@@ -7,7 +7,7 @@ from dtensor_sample.functional import sample, sample_with_logprobs
 from dtensor_sample.graphed import GraphedStep
 from dtensor_sample.layout import replicated, vocab_sharded
 from dtensor_sample.logprobs import logprobs
-from dtensor_sample.output import SamplerOutput
+from dtensor_sample.output import SamplerOutput, TokenLogprobs
 from dtensor_sample.params import BatchedParams, SamplingParams
 from dtensor_sample.plan import ShardPlan
 from dtensor_sample.rejection import RejectionSampler
@@ -28,6 +28,7 @@ __all__ = [
     "SamplingParams",
     "SamplingState",
     "ShardPlan",
+    "TokenLogprobs",
     "logprobs",
     "replicated",
     "sample",

@@ -5,7 +5,7 @@ kernels with the logits that it reads. `predict` turns such a list into microsec
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +13,8 @@ import torch
 
 from dtensor_sample.exchange import Exchange
 from dtensor_sample.ops import BINS, PARTS
-from dtensor_sample.output import RESULT_COLUMNS, VERIFIED_COLUMNS
-from dtensor_sample.params import Filters
+from dtensor_sample.output import RESULT_COLUMNS, TOLD_COLUMNS, VERIFIED_COLUMNS
+from dtensor_sample.params import Filters, Wants
 from dtensor_sample.threshold import LEVELS
 
 INTEGER_BYTES = 8
@@ -135,6 +135,29 @@ def cost_of(
     return Cost(tuple(ops), received, _scratch(exchange, shape.rows, filters))
 
 
+def with_report(cost: Cost, exchange: Exchange, tokens: int, wants: Wants, *, raw: bool) -> Cost:
+    """The cost of a step that also tells `tokens` tokens, padding included, about themselves.
+
+    Each token takes 4 integers of 4 bytes, 1 more for each given id, and 2 for each of the
+    likeliest and of the kept tokens. Under `vocab` also, in a ring, 1 integer of 8 bytes for the
+    token and each given id, and 3 counts, or 6 with kept tokens; to each other rank, the likeliest
+    and the kept tokens; and in raw modes 18 integers as `cost_of` has them.
+    """
+    P = exchange.axis.size
+    if tokens == 0 or not wants.logprobs:
+        return cost
+    ops = list(cost.ops)
+    if exchange.name == "vocab":
+        if raw:
+            ops += [*_all_gather(P, tokens * 2), *_all_gather(P, tokens * PARTS)]
+        ops += _all_reduce(P, tokens * (1 + wants.given))
+        ops += _all_reduce(P, tokens * (6 if wants.kept else 3))
+        if wants.top + wants.kept > 0:
+            ops += _all_gather(P, tokens * (wants.top + wants.kept))
+    columns = TOLD_COLUMNS + wants.given + 2 * (wants.top + wants.kept)
+    return replace(cost, ops=(*ops, *_settle(exchange, tokens * columns / 2)))
+
+
 def cost_of_verifying(
     exchange: Exchange,
     shape: Shape,
@@ -221,7 +244,7 @@ def _weigh(
     return [weigh, *_all_gather(P, rows * 2), *thresholds, *_all_gather(P, rows * PARTS)]
 
 
-def _settle(exchange: Exchange, integers: int) -> list[Op]:
+def _settle(exchange: Exchange, integers: float) -> list[Op]:
     """Results of all requests to every rank."""
     P = exchange.axis.size
     if exchange.name == "vocab":

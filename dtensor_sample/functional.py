@@ -101,8 +101,8 @@ def sample(
     row_params = RowParams.unpack(chosen.own_rows(batched.table, rows_P))
     position_R = chosen.own_rows(position_T, rows_P)
     uniform_R = ops.uniform(row_params.seed, position_R, torch.zeros_like(position_R), TARGET)
-    drawn_RW = draw(placed, row_params, uniform_R, batched.filters, chosen, layout.vocab_size)
-    return chosen.settle(drawn_RW, rows_P)[:rows, 0].view(layout.lead)
+    drawn_R3, _ = draw(placed, row_params, uniform_R, batched.filters, chosen, layout.vocab_size)
+    return chosen.settle(drawn_R3, rows_P)[:rows, 0].view(layout.lead)
 
 
 def sample_with_logprobs(

@@ -7,22 +7,23 @@ moves: ranks exchange a few integers a row.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import pad
 
 from dtensor_sample import ops
 from dtensor_sample.check import INT64_MAX
 from dtensor_sample.debug import agree, debug_by_default
-from dtensor_sample.exchange import Exchange, Logits, exchange_of
-from dtensor_sample.layout import Layout, layout_of
-from dtensor_sample.ops.values import from_ordered_keys, ordered_keys, values, values_at
+from dtensor_sample.exchange import Axis, Exchange, Logits, exchange_of
+from dtensor_sample.layout import axis_index, layout_of, replicated
+from dtensor_sample.ops.values import count_rows, values
 from dtensor_sample.params import TOP_P_ONE, Filters, RowParams
-from dtensor_sample.weigh import weigh
+from dtensor_sample.weigh import Weighed, weigh
 
-_CHUNK = 1 << 24
+_CHUNK = 1 << 22
 """Logits whose gradients are computed at once."""
 
 
@@ -36,7 +37,8 @@ def logprobs(
 
     Args:
         logits: DTensor [..., V] (float32, bfloat16, float16), on the axis Shard(-1) or Replicate(),
-            as `sample` takes them. A NaN counts as -inf, and +inf as the largest finite value.
+            as `sample` takes them, or Shard(0): each rank holds some of the rows. A NaN counts as
+            -inf, and +inf as the largest finite value.
         ids: [...] int64 plain tensor, or [..., n] for n tokens of each row; on the logits' device.
         vocab_size: V without padding: ids from here on have no probability, and add none. Default:
             the last dim.
@@ -44,7 +46,8 @@ def logprobs(
 
     Returns:
         float32 plain tensor of the shape of `ids`, the same on every rank, and the same bits for
-        every number of ranks and either placement; -inf where an id has no probability (a masked
+        every number of ranks and each placement; they are also those of `Sampler` and
+        `RejectionSampler` in the mode "raw_logprobs". -inf where an id has no probability (a masked
         token, or no id of the vocabulary: -1). Within 1e-6 of exact arithmetic, relative to the
         larger of 1 and the result.
 
@@ -56,36 +59,96 @@ def logprobs(
         >>> bool((logprobs(logits, largest) <= 0).all())  # doctest: +SKIP
         True
     """
+    shards, lead = _row_shards(logits, axis), None
+    if shards is not None:  # each rank holds some rows, and all of these
+        lead = logits.shape[:-1]
+        logits = replicated(logits.to_local(), logits.device_mesh, axis=axis)
     layout, error = layout_of(logits, axis=axis, vocab_size=vocab_size), None
+    lead = layout.lead if lead is None else lead
     try:
-        ids_TN = _ids(ids, layout)
+        ids_TN = _ids(ids, lead, layout.local_Tv.device)
     except ValueError as refused:
         error = refused
     if debug_by_default():
-        shape = (layout.lead, layout.width, layout.vocab_size, logits.dtype)
+        shape = (lead, layout.width, layout.vocab_size, logits.dtype)
         agree(layout.axis, layout.local_Tv.device, error, logits=shape, ids=error is None and ids)
     elif error is not None:
         raise error
     # Where the vocabulary is not sharded there is nothing to exchange.
     where = exchange_of("replicate" if layout.width is None else "vocab", layout.axis)
-    found: Tensor = _LogProbs.apply(layout.local_Tv, ids_TN, where, layout.width, layout.vocab_size)  # type: ignore[no-untyped-call]
+    own_TN = ids_TN if shards is None else shards.own(ids_TN)
+    found: Tensor = _LogProbs.apply(layout.local_Tv, own_TN, where, layout.width, layout.vocab_size)  # type: ignore[no-untyped-call]
+    if shards is not None:
+        found = _Gathered.apply(found, shards)  # type: ignore[no-untyped-call]
     return found.view(ids.shape)
 
 
-def _ids(ids: Tensor, layout: Layout) -> Tensor:
+def _ids(ids: Tensor, lead: torch.Size, device: torch.device) -> Tensor:
     """[T, n] ids; ValueError for anything else."""
     if not isinstance(ids, Tensor) or isinstance(ids, DTensor):
         raise ValueError(f"ids must be a plain tensor, got {type(ids).__name__}")
     if ids.dtype != torch.int64:
         raise ValueError(f"ids must be int64, got {ids.dtype}")
-    lead, rows = layout.lead, layout.lead.numel()
     if ids.shape[: len(lead)] != lead or ids.ndim > len(lead) + 1:
         raise ValueError(
             f"ids must have shape {list(lead)}, or one dim more, got {list(ids.shape)}"
         )
-    if ids.device != layout.local_Tv.device:
-        raise ValueError(f"ids must be on {layout.local_Tv.device}, got {ids.device}")
-    return ids.reshape(rows, ids.shape[len(lead) :].numel())
+    if ids.device != device:
+        raise ValueError(f"ids must be on {device}, got {ids.device}")
+    return ids.reshape(lead.numel(), ids.shape[len(lead) :].numel())
+
+
+class _RowShards(NamedTuple):
+    """Logits of which each rank holds some rows, as `torch.chunk` cuts the first dim."""
+
+    axis: Axis
+    rows: int
+    """Of all ranks."""
+    chunk: int
+    """Rows of a rank, but for those that have fewer."""
+
+    def own(self, every_TN: Tensor) -> Tensor:
+        """This rank's rows of all."""
+        return every_TN[self.axis.rank * self.chunk :][: self.chunk]
+
+    def every(self, own_RN: Tensor) -> Tensor:
+        """The inverse of `own`."""
+        padded = pad(own_RN, (0, 0, 0, self.chunk - own_RN.shape[0]))
+        return self.axis.all_gather(padded).flatten(0, 1)[: self.rows]
+
+
+def _row_shards(logits: object, axis: str) -> _RowShards | None:
+    """How the axis shards the rows of logits; None if it does not."""
+    if not isinstance(logits, DTensor) or logits.ndim < 2:
+        return None
+    dim = axis_index(logits.device_mesh, axis)
+    others = [p for i, p in enumerate(logits.placements) if i != dim]
+    if logits.placements[dim] != Shard(0) or not all(p.is_replicate() for p in others):
+        return None
+    place, inner = Axis.of(logits.device_mesh, dim), logits.shape[1:-1].numel()
+    chunk = -(-logits.shape[0] // place.size) * inner
+    shards = _RowShards(place, logits.shape[0] * inner, chunk)
+    held = logits.to_local().shape[:-1].numel()
+    own = max(0, min(chunk, shards.rows - place.rank * chunk))
+    if held != own:
+        raise ValueError(
+            f"logits must hold {own} rows on rank {place.rank} to be {list(logits.shape)} in all, "
+            f"got {held}"
+        )
+    return shards
+
+
+class _Gathered(torch.autograd.Function):
+    """Results of each rank's rows to every rank, whose gradients are all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, own_RN: Tensor, shards: _RowShards) -> Tensor:
+        ctx.shards = shards
+        return shards.every(own_RN)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor, None]:
+        return ctx.shards.own(grad_TN), None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -95,18 +158,17 @@ class _LogProbs(torch.autograd.Function):
     ) -> Tensor:
         rows = local_Tv.shape[0]
         placed = where.place(local_Tv.detach(), [rows] * where.axis.size, width)
-        row = weigh(placed, _neutral(rows, local_Tv.device), Filters(False, False, True), where, V)
-        lse_T = ops.log_sum(row.total_R, row.peak_R, V)
-        value_TN = _values(placed, ids_TN, where, V)
-        ctx.save_for_backward(local_Tv, ids_TN, lse_T, placed.first_id_S)  # one segment
+        row = weigh_raw(placed, where, V)
+        share = (row.peak_R, row.scale_R, row.total_R)
+        ctx.save_for_backward(local_Tv, ids_TN, placed.first_id_S, *share)  # one segment
         ctx.vocab_size = V
-        found_TN = (value_TN.double() - lse_T[:, None]).float()
-        return torch.where(value_TN > -torch.inf, found_TN, -torch.inf)
+        found_TN: Tensor = ops.log_probability(row.read(ids_TN, where, V), *share, V)
+        return found_TN
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of ln p(id): 1 at the id, less p everywhere; in chunks of rows."""
-        local_Tv, ids_TN, lse_T, first_id_1 = ctx.saved_tensors
+        local_Tv, ids_TN, first_id_1, *share = ctx.saved_tensors
         columns, result_Tv = local_Tv.shape[1], torch.empty_like(local_Tv)
         if columns == 0:  # V < P: this rank has none
             return result_Tv, None, None, None, None
@@ -118,27 +180,21 @@ class _LogProbs(torch.autograd.Function):
         for begin in range(0, len(local_Tv), step):
             part = slice(begin, begin + step)
             x_Tv = values(local_Tv[part, None], first_id_1, None, ctx.vocab_size)[:, 0]
-            found_Tv = (x_Tv.double() - lse_T[part, None]).float().exp()
+            found_Tv = ops.log_probability(x_Tv, *(s[part] for s in share), ctx.vocab_size).exp()
             found_Tv *= -grad_TN[part].sum(1, keepdim=True)
             found_Tv.scatter_add_(1, column_TN[part].clamp(0, columns - 1), own_TN[part])
             result_Tv[part] = found_Tv.masked_fill(x_Tv == -torch.inf, 0)
         return result_Tv, None, None, None, None
 
 
-def _neutral(rows: int, device: torch.device) -> RowParams:
-    """Temperature 1 and no filter."""
+def weigh_raw(logits: Logits, where: Exchange, vocab_size: int) -> Weighed:
+    """The distributions of rows as the model gave them: temperature 1, no filter."""
+    x_NSv, first_id_S, rows_R = logits[:3]
+    rows, device = count_rows(x_NSv, rows_R), x_NSv.device
     zeros_R = torch.zeros(rows, dtype=torch.int64, device=device)
     scale_R = torch.full((rows,), math.log2(math.e), device=device)
     off_R = torch.full((rows,), -torch.inf, device=device)
-    return RowParams(scale_R, off_R, zeros_R + INT64_MAX, zeros_R + TOP_P_ONE, zeros_R, zeros_R > 0)
-
-
-def _values(logits: Logits, ids_TN: Tensor, where: Exchange, V: int) -> Tensor:
-    """[T, n] float32 values at ids, wherever they lie; -inf where an id is none of them."""
-    x_T1v, first_id_1, _ = logits
-    column_TN = ids_TN - first_id_1
-    value_T1N, _ = values_at(x_T1v, first_id_1, None, column_TN * 0, column_TN, V)
-    value_TN = value_T1N[:, 0]
-    key_TN = torch.where(value_TN > -torch.inf, ordered_keys(value_TN) + 1, 0)  # 0: nothing here
-    total_TN = where.total(key_TN)
-    return torch.where(total_TN > 0, from_ordered_keys((total_TN - 1).clamp(min=0)), -torch.inf)
+    neutral = (zeros_R + INT64_MAX, zeros_R + TOP_P_ONE, zeros_R, zeros_R > 0)
+    params = RowParams(scale_R, off_R, *neutral)
+    as_given = Logits(x_NSv, first_id_S, rows_R)
+    return weigh(as_given, params, Filters(False, False, drawn=True), where, vocab_size)

@@ -21,8 +21,24 @@ from dtensor_sample.random import derive_seed
 CANDIDATES = (64, 256)
 """How many of the largest values ranks may exchange, instead of histograms; powers of two."""
 GREEDY_TEMPERATURE = 1e-5
+MOST_IDS = (1 << 31) - 1
+"""Of a vocabulary."""
 TOP_P_ONE = 1 << 31
 """top_p as a fixed-point number of 31 fractional bits: this is 1, the filter off."""
+
+
+class Wants(NamedTuple):
+    """What is to be told of emitted tokens: host data, replicated, since shapes follow from it."""
+
+    logprobs: bool = False
+    """The token's own log-probability and rank: told with whatever else is."""
+    top: int = 0
+    """How many of the likeliest tokens."""
+    given: int = 0
+    """How many given ids."""
+    kept: int = 0
+    """How many kept tokens."""
+    entropy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +68,20 @@ class SamplingParams:
     """In [0, 1]: keep tokens with at least this fraction of the largest probability. Off at 0."""
     seed: int | None = None
     """In [0, 2**64). None: a stream of its own, derived from a base seed."""
+    logprobs: int | None = None
+    """With each emitted token tell its log-probability and rank, and the log-probabilities of this
+    many of the likeliest tokens in its place: 0 for its own alone. None: off."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """With each emitted token tell the log-probabilities of these ids in its place."""
+    kept_capacity: int = 0
+    """With each emitted token tell what it was drawn from: up to this many kept tokens and their
+    log-probabilities. Off at 0."""
+    entropy: bool = False
+    """With each emitted token tell the entropy of the distribution in its place."""
     _packed: tuple[int, int, int, int, int] = field(init=False, repr=False, compare=False)
     """All but the seed as in `pack`, worked out here: a compiled step could not trace that."""
+    wants: Wants = field(init=False, repr=False, compare=False)
+    """What to tell of its tokens, in short."""
 
     def __post_init__(self) -> None:
         """Normalise and validate every field."""
@@ -64,6 +92,15 @@ class SamplingParams:
         put(self, "min_p", check.real("min_p", self.min_p, high=1.0))
         if self.seed is not None:
             put(self, "seed", check.seed_bits("seed", self.seed))
+        if self.logprobs is not None:
+            put(self, "logprobs", check.integer("logprobs", self.logprobs, 0, MOST_IDS))
+        ids = check.integers("logprob_token_ids", self.logprob_token_ids, None, 0, MOST_IDS)
+        put(self, "logprob_token_ids", tuple(ids))
+        capacity = check.integer("kept_capacity", self.kept_capacity, 0, MOST_IDS)
+        put(self, "kept_capacity", capacity)
+        check.instance("entropy", self.entropy, bool)
+        more = (self.logprobs or 0, len(self.logprob_token_ids), self.kept_capacity, self.entropy)
+        put(self, "wants", Wants(self.logprobs is not None or any(more), *more))
         put(self, "_packed", _pack(self))
 
     @property
@@ -140,6 +177,15 @@ def filters_of(params: Sequence[SamplingParams]) -> Filters:
     )
 
 
+def wants_of(params: Sequence[SamplingParams], vocab_size: int) -> Wants:
+    """The most that any of `params` want."""
+    wants = [p.wants for p in params if p.wants.logprobs]
+    if not wants:
+        return Wants()
+    _, top, given, kept, entropy = map(max, zip(*wants, strict=True))
+    return Wants(True, min(top, vocab_size), given, min(kept, vocab_size), entropy)
+
+
 class RowParams(NamedTuple):
     """Parameters of R rows, each a tensor [R] on the device; the columns of the packed table."""
 
@@ -191,6 +237,12 @@ def batch_of(
     rows: Sequence[int] | None = None,
 ) -> BatchedParams:
     """Checked parameters on a device; `rows` are their places in the batch, if not 0, 1, ..."""
+    for p in params:
+        if p.wants.logprobs:
+            raise ValueError(
+                "params must not ask for logprobs, logprob_token_ids, kept_capacity or entropy "
+                f"without a state, whose samplers tell them, got {p}"
+            )
     rows = range(len(params)) if rows is None else rows
     table = [
         pack(p, derive_seed(base_seed, row, child=1) if p.seed is None else p.seed)

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dtensor_sample import check
 from dtensor_sample.choose import machine_of
-from dtensor_sample.cost import Cost, Shape, cost_of, cost_of_verifying
+from dtensor_sample.cost import Cost, Shape, cost_of, cost_of_verifying, with_report
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.explain import Explanation, explain
 from dtensor_sample.layout import Layout, axis_index, check_dtype, layout_of
-from dtensor_sample.params import Filters, RowParams
+from dtensor_sample.params import Filters, RowParams, Wants
 from dtensor_sample.state import Request, SamplingState
 from dtensor_sample.workload import Workload
 
@@ -66,6 +66,8 @@ class ShardPlan:
     """Most rows of any request."""
     filters: Filters
     """What any request of the batch needs."""
+    wants: Wants
+    """What any request of the batch wants told of its tokens."""
     draft_blocks: tuple[int, ...]
     """[B] which block of the draft cache has, or would have, each request's drafts; -1: none."""
     draft_steps: tuple[int, ...]
@@ -92,6 +94,9 @@ class ShardPlan:
     and where there is no room. Like `row_draft_steps` empty without speculative tokens."""
     row_draft_steps: Tensor
     """[R] int64: `draft_steps` of each local row's request."""
+    asked: Tensor
+    """[B * (5 + most given ids)] int64: what each request wants told, as in `Wants`, and its given
+    ids, then -1; empty if none wants anything."""
     positions: Tensor | None
     """[B] int64 given by the caller, or None: the state's, which then advance."""
 
@@ -99,8 +104,14 @@ class ShardPlan:
     def structure(self) -> Hashable:
         """All that decides which operations a step runs and the shapes of its tensors."""
         sizes = (self.capacity, self.num_rows, self.request_capacity, self.draft_capacity)
-        kinds = (self.filters, self.positions is None, any(self.draft_steps))
+        told = (self.wants, self.told_rows if self.wants.logprobs else 0)
+        kinds = (self.filters, told, self.positions is None, any(self.draft_steps))
         return self.exchange, sizes, len(self.batch_slots), kinds
+
+    @property
+    def told_rows(self) -> int:
+        """Of how many rows of each request something can be told."""
+        return 1 if self.max_rows_per_request <= 1 else self.state.num_speculative_tokens + 1
 
     def on(self, packed: Tensor, positions: Tensor | None) -> "ShardPlan":
         """This plan with its index tensors in another place."""
@@ -252,7 +263,10 @@ class ShardPlan:
         method: str | None = None,
         draft_dtype: torch.dtype | None = None,
     ) -> Cost:
-        """Bytes and collectives of this step, on one rank; at most, if a `DraftSampler` is greedy.
+        """Bytes and collectives of this step, on one rank.
+
+        It is at most that if a `DraftSampler` is greedy, or drafts for requests that ask for
+        log-probabilities: those are told of emitted tokens only.
 
         Args:
             dtype: of the logits.
@@ -271,11 +285,15 @@ class ShardPlan:
         method = method or ("block" if self.max_rows_per_request > 1 else None)
         how = (self.state.vocab_size, self.filters, dtype)
         if method is None:
-            return cost_of(self.exchange, shape, *how)
-        K = self.state.num_speculative_tokens
-        return cost_of_verifying(
-            self.exchange, shape, K, *how, draft_dtype=draft_dtype, method=method
-        )
+            cost = cost_of(self.exchange, shape, *how)
+        else:
+            K = self.state.num_speculative_tokens
+            cost = cost_of_verifying(
+                self.exchange, shape, K, *how, draft_dtype=draft_dtype, method=method
+            )
+        tokens = shape.holders * shape.requests * self.told_rows
+        raw = self.state.logprobs_mode.startswith("raw")
+        return with_report(cost, self.exchange, tokens, self.wants, raw=raw)
 
     def explain(
         self,
@@ -338,6 +356,7 @@ INDICES = (
     "row_offsets",
     "row_draft_rows",
     "row_draft_steps",
+    "asked",
 )
 """The fields of a plan that lie on the device, in the order in which `packed` has them."""
 

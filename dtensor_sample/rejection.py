@@ -27,6 +27,7 @@ from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.plan import ShardPlan, check_plan
 from dtensor_sample.profile import profiled
 from dtensor_sample.random import COIN, RECOVERY, TARGET, scaled
+from dtensor_sample.report import report
 from dtensor_sample.state import SamplingState
 from dtensor_sample.weigh import Weighed, weigh
 
@@ -104,8 +105,13 @@ def verify(
     where: Exchange,
     V: int,
     method: str,
-) -> Tensor:
-    """[Q, K + 5] int64: K + 1 tokens or -1, then num_sampled, num_rejected, NaN logits, failed."""
+) -> tuple[Tensor, Weighed]:
+    """Verify the drafts of Q requests, and draw the token after them.
+
+    Returns:
+        [Q, K + 5] int64: K + 1 tokens or -1, then num_sampled, num_rejected, NaN logits, failed;
+        and the target's distributions.
+    """
     row_QJ, count_Q, token_QK = drafts[:3]
     step_J = torch.arange(row_QJ.shape[1], device=row_QJ.device)
     p = weigh(target, params, filters, where, V)
@@ -129,7 +135,7 @@ def verify(
     nans_Q = (p.nans_R[row_QJ] * (step_J < count_Q[:, None])).sum(1)
     failed_Q = (argmax_QJ.gather(1, accepted_Q[:, None])[:, 0] < 0).to(torch.int64)
     counts = (accepted_Q + 1 - failed_Q, count_Q - 1 - accepted_Q, nans_Q, failed_Q)
-    return torch.cat([tokens_QJ, torch.stack(counts, 1)], 1)
+    return torch.cat([tokens_QJ, torch.stack(counts, 1)], 1), p
 
 
 def _judge(
@@ -324,7 +330,7 @@ class RejectionSampler:
         )
         filters = plan.filters.coarse if self.compiled else plan.filters
         run = self._verify if plan.slots else verify  # no rows: nothing worth compiling
-        result_QW = run(
+        result_QW, row = run(
             target,
             self._grid(target, plan, drafts_BK, one_hot_B),
             plan.row_params(),
@@ -336,7 +342,7 @@ class RejectionSampler:
         )
         output = SamplerOutput.of_verified(plan.settle(result_QW))
         plan.finish(output.num_sampled)
-        return output
+        return report(output, row, plan)
 
     def _one_hot(self, plan: ShardPlan, given: Sequence[bool] | None) -> list[bool]:
         """[B]: whether each request's q is its draft tokens themselves."""

@@ -10,19 +10,25 @@ from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.plan import ShardPlan, check_plan
 from dtensor_sample.profile import profiled
 from dtensor_sample.random import TARGET
+from dtensor_sample.report import report
 from dtensor_sample.state import SamplingState
-from dtensor_sample.weigh import weigh
+from dtensor_sample.weigh import Weighed, weigh
 
 
 @profiled("draw")
 def draw(
     logits: Logits, params: RowParams, uniform_R: Tensor, filters: Filters, where: Exchange, V: int
-) -> Tensor:
-    """[R, 3] int64: token id (-1: none is left, or it lies on another rank), NaN logits, failed."""
+) -> tuple[Tensor, Weighed]:
+    """Draw a token from each row.
+
+    Returns:
+        [R, 3] int64: token id (-1: none is left, or it lies on another rank), NaN logits, failed;
+        and what it was drawn from.
+    """
     row = weigh(logits, params, filters, where, V)
     picked_R = row.pick(uniform_R, where, V) if filters.drawn else row.argmax_R
     drawn_R3: Tensor = ops.answer(picked_R, row.argmax_R, row.nans_R, params.greedy)
-    return drawn_R3
+    return drawn_R3, row
 
 
 class Sampler:
@@ -45,8 +51,8 @@ class Sampler:
         """The first of three steps: logits [num_rows, V] to where they are sampled."""
         return check_plan(plan, self.state).place(logits, self.state, most_rows=1)
 
-    def draw(self, rows: Logits, plan: ShardPlan) -> Tensor:
-        """The second: the tokens of the rows here, in the columns that `gather` takes."""
+    def draw(self, rows: Logits, plan: ShardPlan) -> tuple[Tensor, Weighed]:
+        """The second: the tokens of the rows here, and what they were drawn from."""
         filters = plan.filters.coarse if self.compiled else plan.filters
         params = plan.row_params()
         first_R = torch.zeros_like(plan.row_offsets)
@@ -54,8 +60,9 @@ class Sampler:
         run = self._draw if plan.slots else draw  # no rows: nothing worth compiling
         return run(rows, params, uniform_R, filters, plan.exchange, self.state.vocab_size)
 
-    def gather(self, drawn_RW: Tensor, plan: ShardPlan) -> SamplerOutput:
+    def gather(self, drawn: tuple[Tensor, Weighed], plan: ShardPlan) -> SamplerOutput:
         """The third: results to every rank, in batch order; positions advance, drafts are void."""
-        output = SamplerOutput.of_drawn(plan.settle(drawn_RW), self.state.num_speculative_tokens)
+        (drawn_R3, row), K = drawn, self.state.num_speculative_tokens
+        output = SamplerOutput.of_drawn(plan.settle(drawn_R3), K)
         plan.finish(output.num_sampled)
-        return output
+        return report(output, row, plan)

@@ -18,7 +18,7 @@ from dtensor_sample.choose import fastest, machine_of
 from dtensor_sample.cost import Shape, shape_of
 from dtensor_sample.exchange import WHOLE, check_exchange, exchange_of
 from dtensor_sample.layout import check_dtype
-from dtensor_sample.params import Filters, filters_of
+from dtensor_sample.params import Filters, SamplingParams, Wants, filters_of, wants_of
 from dtensor_sample.plan import INDICES, ShardPlan
 from dtensor_sample.profile import profiled
 from dtensor_sample.state import SamplingState
@@ -163,7 +163,8 @@ class BatchSharder:
         B, K = len(slots), state.num_speculative_tokens
         given = [1] * B if num_logits is None else num_logits
         rows = check.integers("num_logits", given, B, 1, K + 1)
-        filters = filters_of([state.request(slot).params for slot in slots])
+        params = [state.request(slot).params for slot in slots]
+        filters, wants = filters_of(params), wants_of(params, state.vocab_size)
         name = self._named(exchange_name, capacity)
         pinned = [state.drafts.pinned(slot, name) for slot in slots]
         owners = assign_owners(self.owners, slots, rows, pinned, state.drafts.room())
@@ -225,6 +226,7 @@ class BatchSharder:
             "row_offsets": offset_T[mine],
             "row_draft_rows": np.where(real_R, block_R * K, -1) if K else block_R[:0],
             "row_draft_steps": steps_R if K else steps_R[:0],
+            "asked": _asked(params, wants, lanes),
         }
         fields = [indices[name] for name in INDICES]
         packed = torch.from_numpy(np.concatenate(fields)).to(state.device, non_blocking=True)
@@ -248,6 +250,7 @@ class BatchSharder:
             draft_capacity=drafts,
             max_rows_per_request=max(rows, default=0),
             filters=filters,
+            wants=wants,
             draft_blocks=blocks,
             draft_steps=steps,
             packed=packed,
@@ -302,6 +305,18 @@ class BatchSharder:
 def _say(text: str) -> None:
     """Say it once."""
     logging.getLogger("dtensor_sample").warning(text)
+
+
+def _asked(params: Sequence[SamplingParams], wants: Wants, lanes: int) -> Array:
+    """What each request wants told; see `ShardPlan.asked`. Padding wants nothing."""
+    if not wants.logprobs:
+        return np.zeros(0, np.int64)
+    rows = np.full((lanes, len(Wants._fields) + wants.given), -1, np.int64)
+    rows[:, : len(Wants._fields)] = Wants()
+    for row, own in zip(rows, params, strict=False):
+        told = (*own.wants, *own.logprob_token_ids)
+        row[: len(told)] = told
+    return rows.flatten()
 
 
 def _place_in_group(group_N: Array) -> Array:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dtensor_sample.plan import ShardPlan
 
 HostPart: TypeAlias = "Callable[[ShardPlan], None]"
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 MOST = (1 << 31) - 1
 """Of slots and of draft tokens: what fits in memory is less."""
 
@@ -55,6 +56,10 @@ class SamplingState:
         max_num_reqs: slots, >= 1.
         num_speculative_tokens: K, >= 0: a request has up to K + 1 rows of logits.
         exchange: "batch", "vocab", "replicate" or "auto".
+        logprobs_mode: what is told of requests that ask for it: "raw_logprobs", of the logits as
+            they came; "processed_logprobs", of the distribution that tokens are drawn from, after
+            temperature and filters; "raw_logits" or "processed_logits", values in place of their
+            log-probabilities.
         seed: base seed in [0, 2**64) of requests without one; drawn at random by default. On a mesh
             with data-parallel axes too, every row of ranks needs a base seed of its own.
         debug: compare across ranks, at every step, what must be replicated, and name the rank that
@@ -77,6 +82,7 @@ class SamplingState:
         max_num_reqs: int = 256,
         num_speculative_tokens: int = 0,
         exchange: str = "auto",
+        logprobs_mode: str = "raw_logprobs",
         seed: int | None = None,
         debug: bool | None = None,
     ) -> None:
@@ -94,6 +100,7 @@ class SamplingState:
             "num_speculative_tokens", num_speculative_tokens, 0, MOST
         )
         self.exchange = check_exchange(exchange)
+        self.logprobs_mode = check.one_of("logprobs_mode", logprobs_mode, LOGPROBS_MODES)
         self.debug = debug_by_default() if debug is None else check.instance("debug", debug, bool)
         with torch.inference_mode(False):  # updated in place, by steps inside and outside of it
             self.padded_positions = self._zeros(self.max_num_reqs + 1)
@@ -135,6 +142,7 @@ class SamplingState:
             max_num_reqs=self.max_num_reqs,
             num_speculative_tokens=self.num_speculative_tokens,
             exchange=self.exchange,
+            logprobs_mode=self.logprobs_mode,
             seed=own_seed,
             debug=self.debug,
             hardware=known,
@@ -164,6 +172,8 @@ class SamplingState:
         if slot in self._requests:
             raise ValueError(f"slot {slot} is in use: remove(slot) first")
         check.instance("params", params, SamplingParams)
+        ids = params.logprob_token_ids
+        check.integers("logprob_token_ids", ids, None, 0, self.vocab_size - 1)
         prompt = check.integers("prompt_token_ids", prompt_token_ids, None, 0, self.vocab_size - 1)
         start = len(prompt) if position is None else position
         start = check.integer("position", start, 0, check.INT64_MAX)

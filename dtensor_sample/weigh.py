@@ -52,6 +52,11 @@ class Weighed(NamedTuple):
         picked_R: Tensor = ops.pick(*self.args, where.own_segments(start_RPC), point_R, vocab_size)
         return picked_R
 
+    def read(self, ids_RI: Tensor, where: Exchange, vocab_size: int) -> Tensor:
+        """[R, I] float32 values of tokens, wherever they lie; -inf of what is no token."""
+        found_RI = where.total(ops.read(*self.logits, ids_RI, vocab_size))
+        return ops.unpack_read(found_RI)
+
     def at(self, index_Q: Tensor, wanted_Q: Tensor) -> "Weighed":
         """Row `index` for each of Q where it is wanted, a row without tokens elsewhere."""
         x_NSv, first_id_S, rows_R = self.logits

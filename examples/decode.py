@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node=4 examples/decode.py
     python examples/decode.py --chat "Why is the sky blue?" --temperature 0.8 --seed 1
+    python examples/decode.py --logprobs 3 "The capital of France is"
     python examples/decode.py --speculate ngram --plot drafts.png "1, 2, 3, 4, 1, 2, 3, 4, 1, 2,"
 
 Runs on CPUs with gloo or on GPUs with nccl, by what is there. Without prompts it continues a few of
@@ -10,6 +11,7 @@ its own, greedily. More prompts than slots wait, and take over the slots of fini
 
 import heapq
 import json
+import math
 import os
 import sys
 from collections import deque
@@ -37,6 +39,7 @@ from dtensor_sample import (
     NgramDrafter,
     RejectionSampler,
     Sampler,
+    SamplerOutput,
     SamplingState,
     ShardPlan,
     vocab_sharded,
@@ -132,6 +135,9 @@ def main() -> None:
         "first_token_seconds": min(request.first_token_seconds for request in requests),
         **meter.figures(),
     }
+    if args.logprobs is not None:
+        told = [logprob for request in requests for logprob in request.logprobs]
+        figures["perplexity"] = math.exp(-sum(told) / len(told))
     if drafter is not None:
         if isinstance(drafter, ModelDrafter):
             figures["wire_bytes"] += drafter.wire_bytes
@@ -231,7 +237,9 @@ def decode(
         drawn_drafts = any(own and not hot for own, hot in zip(drafts, one_hot, strict=True))
         meter.stop(plan, sharder, sampler, logits.dtype, one_hot=not drawn_drafts)
 
-        for slot, request, own, ids in zip(slots, step_requests, drafts, token_ids, strict=True):
+        for i, (slot, request, own, ids) in enumerate(
+            zip(slots, step_requests, drafts, token_ids, strict=True)
+        ):
             new = [token_id for token_id in ids if token_id >= 0]
             if not new:
                 raise RuntimeError(f"prompt {request.index}: the model's logits are not numbers")
@@ -239,7 +247,11 @@ def decode(
                 request.first_token_seconds = perf_counter() - started
             kept = request.take(new, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
             meter.count(len(kept), drafted=len(own), accepted=len(new) - 1)
-            display.write(request.index, "".join(map(request.stream.push, kept)))
+            if output.logprobs is not None:
+                request.tell(output.logprobs, i, len(kept))
+            told: Sequence[float | None] = request.logprobs[-len(kept) :] or [None] * len(kept)
+            for token_id, logprob in zip(kept, told, strict=True):
+                display.write(request.index, request.stream.push(token_id), logprob)
             if request.finish_reason:
                 display.write(request.index, request.stream.finish(request.token_ids))
                 display.end(request.index)
@@ -258,7 +270,7 @@ def compare_exchanges(
     sampler: Sampler | RejectionSampler,
     mesh: DeviceMesh,
 ) -> None:
-    """Sample the same logits under every exchange; end the program if a token differs."""
+    """Sample the same logits under every exchange; end the program if anything differs."""
     sharder = BatchSharder(plan.state)
     ends = zip(batch.query_start_loc[1:], plan.num_logits, strict=True)
     last_rows = [row for end, count in ends for row in range(end - count, end)]
@@ -271,9 +283,15 @@ def compare_exchanges(
             output = sampler(rows, own, drafts)
         else:
             output = sampler(rows, own)
-        token_ids[exchange] = output.token_ids.tolist()
+        token_ids[exchange] = output.token_ids.tolist(), told_bits(output)
     if any(ids != token_ids["replicate"] for ids in token_ids.values()):
         sys.exit(f"decode.py: the exchanges differ at positions {positions}: {token_ids}")
+
+
+def told_bits(output: SamplerOutput) -> list[list[int]]:
+    """All that is told of a step's tokens, floats by their bits."""
+    told = vars(output.logprobs).values() if output.logprobs is not None else ()
+    return [(x.view(torch.int32) if x.is_floating_point() else x).flatten().tolist() for x in told]
 
 
 def compare_texts(requests: Sequence[Request], plain: Sequence[Request]) -> None:

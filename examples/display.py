@@ -1,5 +1,6 @@
 """What a person sees: texts as they grow, then a table of figures."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import monotonic
@@ -10,6 +11,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+COLOURS = ((0.9, "green"), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "red"))
+"""Of tokens that were at least so likely."""
+
+
+def colour(logprob: float | None) -> str:
+    """The style of a token's text; none of a token of which nothing is told."""
+    if logprob is None:
+        return ""
+    return next(style for least, style in COLOURS if math.exp(logprob) >= least)
+
 
 class Display:
     """Shows nothing: what ranks other than the first have."""
@@ -17,8 +28,8 @@ class Display:
     def begin(self, index: int, prompt: str) -> None:
         """Prompt `index` got a slot."""
 
-    def write(self, index: int, piece: str) -> None:
-        """Its text grew by `piece`."""
+    def write(self, index: int, piece: str, logprob: float | None = None) -> None:
+        """Its text grew by `piece`, by a token whose log-probability is told or not."""
 
     def end(self, index: int) -> None:
         """Its text is complete."""
@@ -34,8 +45,8 @@ class LiveDisplay(Display):
     def begin(self, index: int, prompt: str) -> None:
         self._texts[index] = Text().append(prompt, style="bold").append(self._separator)
 
-    def write(self, index: int, piece: str) -> None:
-        self._texts[index].append(piece)
+    def write(self, index: int, piece: str, logprob: float | None = None) -> None:
+        self._texts[index].append(piece, style=colour(logprob))
 
     def __rich__(self) -> Table:
         table = Table.grid(padding=(0, 1))
@@ -59,7 +70,7 @@ class LineDisplay(Display):
         self._pending[index], self._printed[index] = "", monotonic()
         self.write(index, prompt + self._separator)
 
-    def write(self, index: int, piece: str) -> None:
+    def write(self, index: int, piece: str, logprob: float | None = None) -> None:
         *lines, text = (self._pending[index] + piece).split("\n")
         late = monotonic() - self._printed[index] > self.SECONDS
         # The last word stays: it may still grow.
@@ -106,6 +117,8 @@ def print_summary(figures: Mapping[str, Any], *, stderr: bool) -> None:
         "logits received": "{logits_bytes:,} bytes a rank at most",
         "  if replicated": "{replicated_logits_bytes:,} bytes",
     }
+    if "perplexity" in figures:
+        rows["perplexity"] = "{perplexity:.2f}"
     if "plot" in figures:
         rows["plot"] = "{plot}"
     if figures["compared"]:

@@ -75,6 +75,13 @@ def parse_arguments() -> argparse.Namespace:
         metavar="P",
         help="keep tokens with this fraction of the largest probability (default: 0)",
     )
+    add(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="tell how likely each token was, and the N likeliest in its place: by colours on a "
+        "terminal, as numbers with --json",
+    )
     add("--seed", type=int, metavar="N", help="same seed, same text (default: a random one)")
     add(
         "--exchange",

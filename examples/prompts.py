@@ -8,7 +8,7 @@ from typing import Any
 from text import TextStream
 from weights import Checkpoint
 
-from dtensor_sample import SamplingParams
+from dtensor_sample import SamplingParams, TokenLogprobs
 
 PROMPTS = [
     "The capital of France is",
@@ -32,6 +32,10 @@ class Request:
     params: SamplingParams
     stream: TextStream
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Of each token, if asked for."""
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Ids and log-probabilities of the likeliest tokens in the place of each."""
     first_token_seconds: float = 0.0
     finish_reason: str = ""
 
@@ -69,9 +73,20 @@ class Request:
                 return token_ids[: i + 1]
         return token_ids
 
+    def tell(self, told: TokenLogprobs, index: int, count: int) -> None:
+        """Keep what was told of the last `count` tokens, those of request `index` of a step."""
+        self.logprobs += told.token_logprobs[index, :count].tolist()
+        tops = zip(told.top_ids[index, :count], told.top_logprobs[index, :count], strict=True)
+        self.top_logprobs += [
+            list(zip(ids.tolist(), own.tolist(), strict=True)) for ids, own in tops
+        ]
+
     def report(self) -> dict[str, Any]:
         """What --json prints."""
-        names = ("prompt", "prompt_token_ids", "token_ids", "finish_reason", "first_token_seconds")
+        names: tuple[str, ...] = ("prompt", "prompt_token_ids", "token_ids")
+        names += ("finish_reason", "first_token_seconds")
+        if self.logprobs:
+            names = (*names, "logprobs", "top_logprobs")
         return {name: getattr(self, name) for name in names} | {"text": self.stream.text}
 
 
@@ -95,6 +110,7 @@ def make_requests(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Requ
         top_p=args.top_p,
         min_p=args.min_p,
         seed=args.seed,
+        logprobs=args.logprobs,
     ).spawn(len(prompts))
     limit = checkpoint.config.max_positions
     requests = []

@@ -141,10 +141,14 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
         start_RSC, point_R = compare("aim", ops.aim, mass_RSC, uniform_R)
         token_R = compare("pick", ops.pick, *row_args, start_RSC, point_R, V)[0]
         compare("lookup", ops.lookup, *row_args, token_R, V)
+        value_R = torch.where(token_R % 2 == 0, peak_R, floor_R)
+        compare("tally", ops.tally, *row_args, value_R, V, True)
     for size in (4, 64):
         listed_RSn = compare("largest", ops.largest, *logits, V, size)[0]
         k_R = shape[2].clamp(max=size)
         compare("cut", ops.cut, listed_RSn, *row_args[3:], k_R, shape[3], V)
+    for count in (1, 5, 9, V):
+        compare(f"top {count}", ops.top, *logits, V, count)
     prefix_R = torch.zeros_like(uniform_R)
     for weighted in (False, True):
         compare("histogram", ops.histogram, *row_args, prefix_R, V, 0, weighted)
@@ -170,6 +174,7 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
     # One shard of the vocabulary: its parts of a wider row.
     last = (x_NSv[:, -1:], first_id_S[-1:], rows_R)
     compare("shard's peak", ops.peak, *last, V)
+    compare("shard's tally", ops.tally, *last, *row_args[3:], value_R, V, False)
     compare("shard's largest", ops.largest, *last, V, 16)
     compare("shard's mass", ops.mass, *last, peak_R, floor_R, shape[0], V)
     compare("shard's pick", ops.pick, *last, *row_args[3:], start_RSC[:, -1:], point_R, V)

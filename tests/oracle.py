@@ -154,6 +154,67 @@ def sample(
     return Answer(token, num_nans, False)
 
 
+# --- what is told of a token
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is told of one emitted token."""
+
+    token: float
+    """Its log-probability, or whatever the mode has in its place."""
+    rank: int
+    top: list[tuple[int, float]]
+    """Ids and values of the likeliest, those without probability left out."""
+    given: list[float]
+    kept: list[tuple[int, float]]
+    """All tokens that it could have been, the likeliest first, with their log-probabilities."""
+    entropy: float
+
+
+def log_softmax(values: np.ndarray) -> np.ndarray:
+    below = values - values.max()
+    return below - np.log(np.exp(below).sum())
+
+
+def tell(
+    logits, token: int, params, *, mode: str, vocab_size: int, largest: float, weights
+) -> Told:
+    """What is told of `token`, emitted in the row `logits`, by definition in float64.
+
+    `mode` is "raw" or "processed", then "_logprobs" or "_logits".
+    """
+    values, _ = clean(logits, vocab_size, largest)
+    allowed = np.arange(vocab_size) == values.argmax()
+    temperature = 1.0
+    if not is_greedy(params):
+        temperature = params.temperature
+        allowed = kept(values, weights(values, temperature), params)
+    with np.errstate(invalid="ignore"):
+        raw = values.astype(np.float64)
+        processed = np.where(allowed, raw / temperature, -np.inf)
+        basis = raw if mode.startswith("raw") else processed
+        top = float(np.finfo(np.float32).max)
+        finite = np.where(basis > -np.inf, basis.clip(-top, top), -np.inf)
+        found = {"logprobs": log_softmax(basis), "logits": finite}[mode.partition("_")[2]]
+        left = log_softmax(processed)
+        chances = np.exp(log_softmax(basis))
+        entropy = -np.sum(np.where(chances > 0, chances * log_softmax(basis), 0))
+
+    def ranked(shown: np.ndarray) -> list[tuple[int, float]]:
+        order = np.argsort(-values, kind="stable")
+        return [(int(i), float(shown[i])) for i in order if shown[i] > -np.inf]
+
+    return Told(
+        token=float(found[token]),
+        rank=1 + int((basis > basis[token]).sum()),
+        top=ranked(found)[: params.logprobs or 0],
+        given=[float(found[i]) for i in params.logprob_token_ids],
+        kept=ranked(left),
+        entropy=float(entropy),
+    )
+
+
 # --- verification of drafts
 
 

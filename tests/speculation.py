@@ -15,6 +15,7 @@ from dtensor_sample import (
     BatchSharder,
     DraftSampler,
     RejectionSampler,
+    SamplerOutput,
     SamplingParams,
     SamplingState,
     ShardPlan,
@@ -170,6 +171,15 @@ def rows_of(
 
 
 def speculative_step(mesh, step: Speculation, layout: Layout, method: str) -> dict[str, list]:
+    """Drafts and outputs, as lists, of `speculative_output`."""
+    drafts, output = speculative_output(mesh, step, layout, method)
+    names = ("token_ids", "num_sampled", "num_rejected", "num_nans", "failed")
+    return {"drafts": drafts, **{name: getattr(output, name).tolist() for name in names}}
+
+
+def speculative_output(
+    mesh, step: Speculation, layout: Layout, method: str, mode: str = "raw_logprobs"
+) -> tuple[list[list[int]], SamplerOutput]:
     """Draft and verify, as an engine that admitted all requests: outputs of `layout.order`."""
     slots = list(range(len(step)) if layout.slots is None else layout.slots)
     order = list(range(len(step)) if layout.order is None else layout.order)
@@ -178,6 +188,7 @@ def speculative_step(mesh, step: Speculation, layout: Layout, method: str) -> di
         vocab_size=step.vocab_size,
         max_num_reqs=max(slots, default=0) + 1,
         num_speculative_tokens=step.K,
+        logprobs_mode=mode,
         seed=step.base_seed,
     )
     for slot, request in zip(slots, step.requests, strict=True):
@@ -216,9 +227,8 @@ def speculative_step(mesh, step: Speculation, layout: Layout, method: str) -> di
     submitted = [drafts[i] for i in order]
     verifier = RejectionSampler(state, method=method, compile=layout.compile)
     output = verifier(logits, plan, submitted)
-    names = ("token_ids", "num_sampled", "num_rejected", "num_nans", "failed")
-    result = {name: getattr(output, name).tolist() for name in names}
     advanced = state.positions[[slots[i] for i in order]].tolist()
     begun = [step.requests[i].position for i in order]
-    assert advanced == [b + n for b, n in zip(begun, result["num_sampled"], strict=True)]
-    return {"drafts": submitted, **result}
+    emitted = output.num_sampled.tolist()
+    assert advanced == [b + n for b, n in zip(begun, emitted, strict=True)]
+    return submitted, output

@@ -84,6 +84,26 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         lambda b: P.batch([1], "cpu"),
         ("params[0]", "int", "SamplingParams"),
     ),
+    "logprobs below 0": (lambda b: P(logprobs=-1), ("logprobs", "-1", "[0, 2**31)")),
+    "logprobs bool": (lambda b: P(logprobs=True), ("logprobs", "True", "integer")),
+    "logprob_token_ids below 0": (
+        lambda b: P(logprob_token_ids=[3, -1]),
+        ("logprob_token_ids[1]", "-1", "[0, 2**31)"),
+    ),
+    "logprob_token_ids one": (
+        lambda b: P(logprob_token_ids=3),
+        ("logprob_token_ids", "3", "sequence"),
+    ),
+    "kept_capacity below 0": (lambda b: P(kept_capacity=-2), ("kept_capacity", "-2", "[0, 2**31)")),
+    "entropy number": (lambda b: P(entropy=1), ("entropy", "int", "bool")),
+    "sample tells nothing": (
+        lambda b: b.sample(params=P(logprobs=0)),
+        ("params", "logprobs=0", "without a state"),
+    ),
+    "batch tells nothing": (
+        lambda b: P.batch([P(entropy=True)], "cpu"),
+        ("params", "entropy=True", "without a state"),
+    ),
     "plain logits": (lambda b: b.sample(b.full), ("logits", "Tensor", "vocab_sharded")),
     "integer logits": (lambda b: b.sample(b.logits.long()), ("logits", "int64", "float")),
     "double logits": (lambda b: b.sample(b.logits.double()), ("logits", "float64", "float32")),
@@ -147,6 +167,10 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "state: exchange": (
         lambda b: SamplingState(b.mesh, vocab_size=3, exchange=""),
         ("exchange", "''", "'batch'"),
+    ),
+    "state: logprobs_mode": (
+        lambda b: SamplingState(b.mesh, vocab_size=3, logprobs_mode="raw"),
+        ("logprobs_mode", "'raw'", "'raw_logprobs'"),
     ),
     "state: seed": (
         lambda b: SamplingState(b.mesh, vocab_size=3, seed=-1),
@@ -244,6 +268,10 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         ("hidden", "[1, 10]", "N >= 3"),
     ),
     "plan: dtype of explain": (lambda b: b.plan().explain(torch.float64), ("dtype", "float64")),
+    "add: logprob_token_ids": (
+        lambda b: b.state.add(3, P(logprob_token_ids=(1, 10))),
+        ("logprob_token_ids[1]", "10", "[0, 9]"),
+    ),
     "add: nested prompt": (
         lambda b: b.state.add(3, b.params, prompt_token_ids=[[1], [1, 2]]),
         ("prompt_token_ids[0]", "[1]"),

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -79,12 +80,13 @@ KINDS = {
 
 
 def random_steps(mesh, steps: int) -> list[tuple]:
-    """(exchange, batch size, promised, traced) of an engine's random steps with mixed features."""
+    """(exchange, batch size, asked, promised, traced) of random steps with mixed features."""
     rng = np.random.default_rng(8)
     device = mesh.device_type
     state = SamplingState(mesh, vocab_size=13, max_num_reqs=SLOTS, seed=1)
     for slot in range(SLOTS):
         state.add(slot, random_params(rng, 13))
+    asks: list[dict[str, Any]] = [{"logprobs": 2}, {"kept_capacity": 3}, {"entropy": True}]
     sharders, sampler = [BatchSharder(state, owners=owners) for owners in OWNERS], Sampler(state)
     results = []
     for _ in range(steps):
@@ -93,6 +95,8 @@ def random_steps(mesh, steps: int) -> list[tuple]:
         params = random_params(rng, 13)
         if rng.random() < 0.7 and params.top_p < 1:  # often few candidates are enough for all
             params = replace(params, top_k=3)
+        if rng.random() < 0.2:
+            params = replace(params, **asks[rng.integers(3)])
         state.add(slot, params, position=int(rng.integers(100)))
         count = int(rng.choice([0, 1, 2, 3, 5, 8, 13]))
         chosen = rng.permutation(SLOTS)[:count]
@@ -109,7 +113,7 @@ def random_steps(mesh, steps: int) -> list[tuple]:
         with functional_collectives() as calls:
             sampler(sharded, plan)
         promised = plan.cost(logits.dtype).collectives
-        results.append((plan.exchange.name, len(slots), promised, calls))
+        results.append((plan.exchange.name, len(slots), plan.wants.logprobs, promised, calls))
     return results
 
 
@@ -118,7 +122,7 @@ def test_traces_of_random_steps(ranks):
     """Catches a collective that depends on what one rank holds, and one more than promised."""
     first, *others = ranks.run(random_steps, 60)
     assert all(other == first for other in others)
-    for exchange, count, promised, calls in first:
+    for exchange, count, asked, promised, calls in first:
         kinds = tuple(KINDS[name] for name, *_ in calls)
         assert kinds == promised
         if ranks.size == 1 or count == 0:
@@ -128,12 +132,13 @@ def test_traces_of_random_steps(ranks):
             assert all("float" not in argument for call in calls for argument in call)
         else:
             logits_by = "all_to_all" if exchange == "batch" else "all_gather"
-            assert kinds == (logits_by, "all_gather")
+            assert kinds == (logits_by, *["all_gather"] * (1 + asked))
             assert calls[0][1].startswith("torch.bfloat16")
             assert calls[1][1].startswith("torch.int64")
+            assert calls[-1][1].startswith("torch.int32" if asked else "torch.int64")
     groups = {call[-1] for *_, calls in first for call in calls}
     assert len(groups) <= 1
-    assert ranks.size == 1 or len({exchange for exchange, *_ in first}) == 3
+    assert ranks.size == 1 or len({(exchange, asked) for exchange, _, asked, *_ in first}) == 6
 
 
 def all_collectives(mesh, rows: int, exchange: str) -> list[list[tuple[str, ...]]]:

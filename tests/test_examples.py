@@ -5,6 +5,7 @@ The model is compared with transformers, the tokenizer with byte-pair encoding b
 
 import io
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -26,7 +27,7 @@ import pytest
 import regex  # type: ignore[import-untyped]
 import torch
 import weights
-from display import Display, LineDisplay
+from display import Display, LineDisplay, LiveDisplay
 from drafters import ModelDrafter
 from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize
@@ -606,6 +607,15 @@ def test_lines_are_whole_words_of_one_text() -> None:
     assert max(map(len, lines)) < 80
 
 
+def test_texts_are_coloured_by_probability() -> None:
+    display = LiveDisplay("")
+    display.begin(0, "Once ")
+    for piece, logprob in [("a", -0.01), ("b", -0.5), ("c", -2.0), ("d", -math.inf), ("e", None)]:
+        display.write(0, piece, logprob)
+    spans = {span.start: span.style for span in display._texts[0].spans}
+    assert spans == {0: "bold", 5: "green", 6: "yellow", 7: "dark_orange", 8: "red"}
+
+
 def error_of(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> str:
     """What decode.py says before any rank talks to another."""
     monkeypatch.setattr(sys, "argv", ["decode.py", *map(str, arguments)])
@@ -630,6 +640,7 @@ def test_bad_arguments_are_refused(
         (["--top-p", 3], "top_p must be"),
         (["--temperature", -1], "temperature must be"),
         (["--seed", -1], "seed must be"),
+        (["--logprobs", -1], "logprobs must be"),
         (["a", " "], "prompt 1 is empty"),
         (["a" * 250], "prompt 0 has 250 tokens, and 24 new ones: more than the model's .* 256"),
         (["--prompt-file", tmp_path / "none"], "no prompt file"),
@@ -786,6 +797,15 @@ def run(*arguments: object, folder: Path) -> tuple[str, str]:
     return stdout.read_text(), stderr.read_text()
 
 
+def check_told(request: dict[str, Any]) -> None:
+    """Each token has its log-probability, which is among the two likeliest if it is one of them."""
+    told = (request["token_ids"], request["logprobs"], request["top_logprobs"])
+    for token_id, logprob, top in zip(*told, strict=True):
+        (_, most), (_, second) = top
+        assert 0 >= most >= second
+        assert dict(top).get(token_id, logprob) == logprob <= most
+
+
 @worlds("cpu:1")
 def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> None:
     """One object on stdout; all exchanges agree; the tokens are those of a single rank."""
@@ -793,7 +813,7 @@ def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> Non
     (tmp_path / "prompts").write_text("\n".join(prompts))
     arguments: list[object] = ["--model", small_path, "--prompt-file", tmp_path / "prompts"]
     arguments += ["--max-num-reqs", 2, "--max-new-tokens", NEW_TOKENS, "--json", "--compare"]
-    arguments += ["--temperature", 1.5, "--top-k", 40, "--seed", 9]
+    arguments += ["--temperature", 1.5, "--top-k", 40, "--seed", 9, "--logprobs", 2]
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     stdout, stderr = run(*torchrun, DECODE, *arguments, folder=tmp_path)
     report = json.loads(stdout)
@@ -803,7 +823,10 @@ def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> Non
     assert [request["token_ids"] for request in report["requests"]] == expected
     assert [request["prompt"] for request in report["requests"]] == prompts
     assert all(request["text"] for request in report["requests"])
+    for request in report["requests"]:
+        check_told(request)
     figures = report["figures"]
+    assert figures["perplexity"] > 1
     assert figures["ranks"] == 2
     assert figures["tokens"] == sum(map(len, expected))
     assert set(figures["step_ms"]) >= {"model", "exchange", "draw", "gather", "total"}
@@ -817,10 +840,15 @@ def test_json_of_speculation(pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, draft = pair
     arguments: list[object] = ["--model", target, "--draft-model", draft, "--speculate", "draft"]
     arguments += ["--num-speculative-tokens", 3, "--compare", "--json", "Hello", "x"]
+    arguments += ["--logprobs", 2]
     arguments += ["--plot", tmp_path / "drafts.svg"]
     stdout, stderr = run(DECODE, *arguments, folder=tmp_path)
     assert (tmp_path / "drafts.svg").read_text().rstrip().endswith("</svg>")
-    figures = json.loads(stdout)["figures"]
+    report = json.loads(stdout)
+    for request in report["requests"]:
+        check_told(request)
+        assert request["logprobs"] == [most for (_, most), _ in request["top_logprobs"]]  # greedy
+    figures = report["figures"]
     assert set(figures["step_ms"]) == {"draft", "plan", "model", "compare", "verify", "total"}
     speculation = figures["speculation"]
     assert len(speculation["acceptance_per_position"]) == 3
@@ -834,8 +862,8 @@ def test_json_of_speculation(pair: tuple[Path, Path], tmp_path: Path) -> None:
 class Wrong(Sampler):
     """Samples the next id under one of the exchanges."""
 
-    def gather(self, drawn_RW: torch.Tensor, plan: ShardPlan) -> SamplerOutput:
-        output = super().gather(drawn_RW, plan)
+    def gather(self, drawn: Any, plan: ShardPlan) -> SamplerOutput:
+        output = super().gather(drawn, plan)
         if plan.exchange.name == "vocab":
             output.token_ids.add_(1)
         return output

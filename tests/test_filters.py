@@ -16,6 +16,7 @@ from tests.pool import FEW_WORLDS, worlds
 def winners(mesh, exchange: str) -> list[list[int]]:
     """Greedy tokens of rows whose maximum stands at each id, then at each pair of ids."""
     results = []
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"top_k": 1}, {"top_p": 0}]
     for size in (8, 10, 13):
         for dtype in DTYPES:
             rows = torch.full((size, size), -1.0, dtype=dtype)
@@ -25,7 +26,7 @@ def winners(mesh, exchange: str) -> list[list[int]]:
             logits = shard_vocab(torch.cat([rows, ties]), mesh)
             results += [
                 sample(logits, SamplingParams(**greedy), position=0, exchange=exchange).tolist()
-                for greedy in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0})
+                for greedy in kinds
             ]
     return results
 

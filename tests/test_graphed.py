@@ -1,5 +1,7 @@
 """Steps of a few shapes, and their CUDA graphs: the eager bits over the life of an engine."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -66,12 +68,17 @@ class Engine:
             plan = self.sharder.plan(slots, rows, positions=positions)
             output = getattr(self, name)(plan, *inputs)
         if isinstance(output, SamplerOutput):
-            return {n: getattr(output, n).tolist() for n in NAMES}
+            told = vars(output.logprobs) if output.logprobs is not None else {}
+            found = {n: getattr(output, n).tolist() for n in NAMES}
+            return found | {n: x.tolist() for n, x in told.items()}
         return output["drafts"].tolist()
 
 
-def life(mesh, exchange: str, method: str, steps: int) -> tuple[int, int]:
-    """Compare two engines step by step; how many steps ran, and how many graphs there were."""
+def life(mesh, exchange: str, method: str, steps: int, asking: float) -> tuple[int, int]:
+    """Compare two engines step by step; how many steps ran, and how many graphs there were.
+
+    `asking` is the share of requests that ask to be told about their tokens.
+    """
     rng = np.random.default_rng(5)
     plain, graphed = (Engine(mesh, exchange, method, on) for on in (False, True))
     live: set[int] = set()
@@ -99,6 +106,8 @@ def life(mesh, exchange: str, method: str, steps: int) -> tuple[int, int]:
             elif slot not in live:
                 live.add(slot)
                 params, position = random_params(rng, V), int(rng.integers(2**40))
+                if rng.random() < asking:
+                    params = replace(params, logprobs=2, kept_capacity=3, entropy=True)
                 for engine in (plain, graphed):
                     engine.state.add(slot, params, position=position)
         slots = rng.permutation(sorted(live)).tolist()[: int(rng.integers(SLOTS + 1))]
@@ -134,7 +143,17 @@ def test_a_life_in_graphs(ranks, exchange, method):
     On CPUs the same padded steps run without graphs.
     """
     steps = 1000 if ranks.device_type == "cuda" else 60
-    results = ranks.run(life, exchange, method, steps, timeout=280)
+    results = ranks.run(life, exchange, method, steps, 0.0, timeout=280)
+    assert results == [results[0]] * ranks.size
+    assert (results[0][1] > 10) == (ranks.device_type == "cuda")
+
+
+@worlds(*FEW_WORLDS)
+@pytest.mark.parametrize(("exchange", "method"), [("batch", "standard"), ("vocab", "block")])
+def test_a_life_in_graphs_that_tell(ranks, exchange, method):
+    """Catches what is told of other rows, or to requests that did not ask, in padded steps."""
+    steps = 400 if ranks.device_type == "cuda" else 30
+    results = ranks.run(life, exchange, method, steps, 0.2, timeout=280)
     assert results == [results[0]] * ranks.size
     assert (results[0][1] > 10) == (ranks.device_type == "cuda")
 

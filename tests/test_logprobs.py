@@ -7,8 +7,18 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from dtensor_sample import SamplingParams, logprobs, replicated, sample, sample_with_logprobs
-from tests.batches import shard_vocab
+from dtensor_sample import (
+    BatchSharder,
+    RejectionSampler,
+    Sampler,
+    SamplingParams,
+    SamplingState,
+    logprobs,
+    replicated,
+    sample,
+    sample_with_logprobs,
+)
+from tests.batches import EXCHANGES, shard_vocab
 from tests.pool import worlds
 
 V, ROWS = 1003, 7
@@ -41,9 +51,18 @@ def exact(x: torch.Tensor, vocab_size: int = V) -> torch.Tensor:
     return found.masked_fill(found.isnan(), -math.inf)  # a row without tokens
 
 
-def found(mesh, dtype: torch.dtype, vocab_size: int, whole: bool) -> torch.Tensor:
-    x = rows(dtype).to(mesh.device_type)
-    logits = replicated(x, mesh) if whole else shard_vocab(x, mesh)
+def placed(x: torch.Tensor, mesh, placement: str) -> DTensor:
+    """Logits as replicas, or sharded over "columns" or "rows"."""
+    if placement == "whole":
+        return replicated(x, mesh)
+    return shard_vocab(x, mesh, dim=0 if placement == "rows" else -1)
+
+
+PLACEMENTS = ("columns", "rows", "whole")
+
+
+def found(mesh, dtype: torch.dtype, vocab_size: int, placement: str) -> torch.Tensor:
+    logits = placed(rows(dtype).to(mesh.device_type), mesh, placement)
     return logprobs(logits, ids().to(mesh.device_type), vocab_size=vocab_size)
 
 
@@ -53,7 +72,9 @@ def found(mesh, dtype: torch.dtype, vocab_size: int, whole: bool) -> torch.Tenso
 def test_against_float64(ranks, dtype, vocab_size):
     """Catches a lost tail, a shard left out, padding that counts, and other bits on other ranks."""
     results = [
-        result for whole in (False, True) for result in ranks.run(found, dtype, vocab_size, whole)
+        result
+        for placement in PLACEMENTS
+        for result in ranks.run(found, dtype, vocab_size, placement)
     ]
     assert all(torch.equal(result, results[0]) for result in results)
     wanted = exact(rows(dtype), vocab_size)
@@ -77,9 +98,9 @@ def test_fewer_ids_than_ranks(ranks, size):
         torch.testing.assert_close(result, x.double().log_softmax(-1).float())
 
 
-def gradient_of_few(mesh, size: int, count: int) -> torch.Tensor:
+def gradient_of_few(mesh, size: int, count: int, placement: str) -> torch.Tensor:
     x = torch.randn(2, size, generator=torch.Generator().manual_seed(size))[:count]
-    logits = shard_vocab(x.to(mesh.device_type), mesh)
+    logits = placed(x.to(mesh.device_type), mesh, placement)
     logits.requires_grad_()
     ids = torch.zeros(count, dtype=torch.int64, device=mesh.device_type)
     logprobs(logits, ids).sum().backward()
@@ -89,17 +110,18 @@ def gradient_of_few(mesh, size: int, count: int) -> torch.Tensor:
 
 @worlds("cpu:4")
 @pytest.mark.parametrize(("size", "count"), [(1, 2), (3, 2), (5, 0)])
-def test_gradients_where_some_ranks_have_no_columns_or_rows(ranks, size, count):
+@pytest.mark.parametrize("placement", PLACEMENTS[:2])
+def test_gradients_where_some_ranks_have_no_columns_or_rows(ranks, size, count, placement):
     x = torch.randn(2, size, generator=torch.Generator().manual_seed(size))[:count]
     x.requires_grad_()
     x.log_softmax(-1)[:, 0].sum().backward()
-    for result in ranks.run(gradient_of_few, size, count):
+    for result in ranks.run(gradient_of_few, size, count, placement):
         torch.testing.assert_close(result, x.grad)
 
 
-def gradients(mesh, dtype: torch.dtype, whole: bool) -> torch.Tensor:
+def gradients(mesh, dtype: torch.dtype, placement: str) -> torch.Tensor:
     x = rows(dtype)[[0, 1, 2, 3, 6]].to(mesh.device_type)
-    logits = replicated(x, mesh) if whole else shard_vocab(x, mesh)
+    logits = placed(x, mesh, placement)
     logits.requires_grad_()
     chosen = ids()[[0, 1, 2, 3, 6]].to(mesh.device_type)
     weight = torch.arange(1.0, 16, device=mesh.device_type).view(5, 3)
@@ -110,8 +132,8 @@ def gradients(mesh, dtype: torch.dtype, whole: bool) -> torch.Tensor:
 
 @worlds("cpu:1", "cpu:4", "cuda:2")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("whole", [False, True])
-def test_gradients(ranks, dtype, whole):
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_gradients(ranks, dtype, placement):
     """Catches a softmax over one shard, a wrong sign, and gradients of ids that do not exist."""
     x = rows(dtype)[[0, 1, 2, 3, 6]].double().requires_grad_()
     chosen = ids()[[0, 1, 2, 3, 6]]
@@ -119,8 +141,61 @@ def test_gradients(ranks, dtype, whole):
     weight = torch.arange(1.0, 16).view(5, 3)
     (own * weight * (chosen >= 0)).sum().backward()
     tolerance = 1e-5 if dtype == torch.float32 else 0.2
-    for result in ranks.run(gradients, dtype, whole):
+    for result in ranks.run(gradients, dtype, placement):
         torch.testing.assert_close(result.double(), x.grad, rtol=1e-2, atol=tolerance)
+
+
+def crossed(mesh, placement: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a batch of sequences, and what cross_entropy makes of them."""
+    x = torch.randn(3, 4, V, generator=torch.Generator().manual_seed(9)).to(mesh.device_type) * 4
+    ids = torch.arange(12, device=mesh.device_type).view(3, 4) * 77
+    entropy = torch.nn.functional.cross_entropy(x.flatten(0, 1), ids.flatten(), reduction="none")
+    return logprobs(placed(x, mesh, placement), ids), -entropy.view(3, 4)
+
+
+@worlds("cpu:1", "cpu:2", "cpu:4", "cuda:2")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_near_cross_entropy(ranks, placement):
+    """Catches rows of sequences that are taken for one another."""
+    for got, wanted in ranks.run(crossed, placement):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+def told_by_samplers(mesh, exchange: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What samplers tell of tokens, and `logprobs` of the logits that decided about them."""
+    x = rows(torch.bfloat16).to(mesh.device_type)
+    K = 2
+    state = SamplingState(
+        mesh, vocab_size=V, max_num_reqs=ROWS, num_speculative_tokens=K, exchange=exchange, seed=0
+    )
+    for slot in range(ROWS):
+        asks = SamplingParams(temperature=(0.7, 0)[slot == 3], top_p=0.9, seed=slot, logprobs=0)
+        state.add(slot, asks)
+    sharder, results = BatchSharder(state), []
+    for drafts in ([], x.float().nan_to_num(-torch.inf).argmax(-1)[:, None].tolist()):
+        plan = sharder.plan(range(ROWS), [1 + len(drafts[:1])] * ROWS)
+        hidden = x.repeat_interleave(1 + len(drafts[:1]), 0)
+        logits = shard_vocab(plan.select(hidden), mesh)
+        if drafts:
+            output = RejectionSampler(state)(logits, plan, drafts)
+        else:
+            output = Sampler(state)(logits, plan)
+        assert output.logprobs is not None
+        for placement in PLACEMENTS:
+            trainer = logprobs(placed(x, mesh, placement), output.token_ids)
+            results.append((output.logprobs.token_logprobs, trainer))
+        assert (output.num_sampled > 1).any() == bool(drafts)
+    return results
+
+
+@worlds("cpu:1", "cpu:2", "cpu:4", "cuda:1", "cuda:2")
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_samplers_and_trainers_agree(ranks, exchange):
+    """Catches a mismatch, of one bit, between what an engine tells and what a trainer computes."""
+    for results in ranks.run(told_by_samplers, exchange):
+        for told, trainer in results:
+            assert torch.equal(told, trainer)
+            assert told.isfinite().sum() >= ROWS - 1
 
 
 def rollout(mesh) -> tuple[list, ...]:

@@ -1,10 +1,12 @@
 """What a step takes on a GPU: no copy of the logits, nothing that grows, one process group."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from dtensor_sample import (
     BatchSharder,
@@ -13,6 +15,7 @@ from dtensor_sample import (
     Sampler,
     SamplingParams,
     SamplingState,
+    logprobs,
     vocab_sharded,
 )
 from tests.pool import worlds
@@ -22,9 +25,12 @@ ROWS = REQUESTS * (K + 1)
 BYTES_A_ROW = 1 << 14
 """Integers of a row: a histogram of 256 for each filter is the most of them."""
 FIXED_BYTES = 4 << 20
+TOLD_BYTES = 32 << 20
+SOME_ROWS_BYTES = 160 << 20
+"""Float64 numbers of as many rows as gradients are computed of at once."""
 
 
-def random_logits(mesh, rows: int) -> torch.Tensor:
+def random_logits(mesh, rows: int) -> DTensor:
     """Vocabulary shards in bfloat16, made in place."""
     width = V // mesh.size()
     local = torch.empty(rows, width, dtype=torch.bfloat16, device="cuda").normal_(std=3)
@@ -60,6 +66,11 @@ def peaks(mesh, exchange: str) -> dict[str, int]:
     logits, few = random_logits(mesh, ROWS), random_logits(mesh, REQUESTS)
     sampler, plan = Sampler(state), BatchSharder(state).plan(range(ROWS))
     found = {"plain": taken(partial(sampler, logits, plan))}
+    asking = SamplingState(mesh, vocab_size=V, max_num_reqs=ROWS, exchange=exchange, seed=0)
+    for slot in range(ROWS):
+        asking.add(slot, replace(params, logprobs=20, kept_capacity=50, entropy=True))
+    plan = BatchSharder(asking).plan(range(ROWS))
+    found["told"] = taken(partial(Sampler(asking), logits, plan))
     sharder, drafter = BatchSharder(speculative), DraftSampler(speculative)
     draft_plan = sharder.plan(range(REQUESTS))
 
@@ -91,8 +102,34 @@ def test_a_step_takes_its_receive_buffer_and_little_more(ranks, exchange):
     for found in ranks.run(peaks, exchange, timeout=100):
         for name, peak in found.items():
             rows = REQUESTS if name == "drafted" else ROWS
+            if name == "told":  # one number for each block of 128 logits, and some at a time
+                peak -= 2 * BYTES_A_ROW * rows + TOLD_BYTES
             received = rows // ranks.size * V * 2 if exchange == "batch" and ranks.size > 1 else 0
             assert peak <= received + BYTES_A_ROW * rows + FIXED_BYTES, (name, peak, received)
+
+
+def trained(mesh) -> tuple[int, int]:
+    """Bytes taken by log-probabilities, and by their gradients."""
+    logits = random_logits(mesh, ROWS)
+    logits.requires_grad_()
+    ids = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
+
+    def backward() -> None:
+        logprobs(logits, ids).sum().backward()
+        logits.grad = None
+
+    with torch.no_grad():
+        forward = taken(partial(logprobs, logits, ids))
+    return forward, taken(backward)
+
+
+@worlds("cuda:1", "cuda:2")
+def test_training_takes_the_gradient_and_little_more(ranks):
+    """Catches a float copy of the logits or of their softmax."""
+    for forward, backward in ranks.run(trained, timeout=100):
+        little = BYTES_A_ROW * ROWS + FIXED_BYTES
+        assert forward <= little
+        assert backward <= ROWS * V // ranks.size * 2 + little + SOME_ROWS_BYTES
 
 
 def growth(mesh, exchange: str) -> tuple[int, int, int]:

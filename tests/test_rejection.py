@@ -89,7 +89,7 @@ class Requests:
                 HERE,
                 self.size,
                 method,
-            ).numpy()
+            )[0].numpy()
         accepted_Q = result[:, -4] - 1
         return accepted_Q, result[np.arange(len(result)), accepted_Q]
 

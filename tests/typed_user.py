@@ -25,6 +25,7 @@ def step(mesh: DeviceMesh, local: Tensor, hidden: Tensor, head: DTensor) -> None
     output = ds.Sampler(state)(head, plan)
     assert_type(output, ds.SamplerOutput)
     assert_type(output.token_ids, Tensor)
+    assert_type(output.logprobs, ds.TokenLogprobs | None)
     assert_type(plan.select(hidden), Tensor)
     assert_type(plan.owners, tuple[int, ...])
     step = ds.GraphedStep(lambda plan, rows: rows, state, capacities=[4])

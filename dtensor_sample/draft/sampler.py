@@ -74,8 +74,8 @@ class DraftSampler:
         position_R = plan.row_positions()
         step_R = torch.full_like(position_R, step)
         uniform_R = ops.uniform(params.seed, position_R, step_R, DRAFT)
-        drawn_RW = draw(rows, params, uniform_R, filters, plan.exchange, state.vocab_size)
-        return plan.settle(drawn_RW)[:, 0]
+        drawn_R3, _ = draw(rows, params, uniform_R, filters, plan.exchange, state.vocab_size)
+        return plan.settle(drawn_R3)[:, 0]
 
     def _drawn(self, plan: ShardPlan) -> list[bool]:
         """[B] whether each request's draft is drawn, and not chosen."""

@@ -5,12 +5,13 @@ from dtensor_sample.ops.answer import answer
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
 from dtensor_sample.ops.kernels import use_kernel
 from dtensor_sample.ops.largest import cut, fraction, largest
-from dtensor_sample.ops.log_sum import log_sum
+from dtensor_sample.ops.logarithm import entropy, log_probability
 from dtensor_sample.ops.lookup import lookup
 from dtensor_sample.ops.mass import mass
 from dtensor_sample.ops.parts import PARTS
 from dtensor_sample.ops.peak import peak, unpack_peak
 from dtensor_sample.ops.pick import pick
+from dtensor_sample.ops.read import read, unpack_read
 from dtensor_sample.ops.residual import (
     ONE,
     chain,
@@ -19,6 +20,8 @@ from dtensor_sample.ops.residual import (
     residual_pick,
 )
 from dtensor_sample.ops.store import store
+from dtensor_sample.ops.tally import tally
+from dtensor_sample.ops.top import top, unpack_top
 from dtensor_sample.ops.uniform import uniform
 from dtensor_sample.ops.values import key_value
 
@@ -31,21 +34,27 @@ __all__ = [
     "answer",
     "chain",
     "cut",
+    "entropy",
     "fraction",
     "histogram",
     "key_value",
     "largest",
-    "log_sum",
+    "log_probability",
     "lookup",
     "mass",
     "peak",
     "pick",
     "probability",
+    "read",
     "residual_mass",
     "residual_pick",
     "store",
+    "tally",
+    "top",
     "uniform",
     "unpack_peak",
+    "unpack_read",
+    "unpack_top",
     "use_kernel",
 ]
 
@@ -64,6 +73,8 @@ for _op in (
     residual_mass,
     residual_pick,
     store,
+    tally,
+    top,
     uniform,
 ):
     use_kernel(_op)

@@ -31,14 +31,18 @@ def peak(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: i
     """
     value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
     value_RS, column_RS = value_RSv.max(2)  # the first of equal ones
-    id_RS = (first_id_S + column_RS).clamp(max=_LAST_ID)
-    packed_RS = ordered_keys(value_RS) << _ID_BITS | _LAST_ID - id_RS
+    packed_RS = pack_value(value_RS, first_id_S + column_RS)
     return torch.stack([packed_RS, count_nans(x_NSv, first_id_S, rows_R, vocab_size)], 2)
 
 
 @peak.register_fake
 def _(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int) -> Tensor:
     return x_NSv.new_empty((count_rows(x_NSv, rows_R), x_NSv.shape[1], 2), dtype=torch.int64)
+
+
+def pack_value(value: Tensor, ids: Tensor) -> Tensor:
+    """Values and ids as int64 that order by value, equal ones by the lower id."""
+    return ordered_keys(value) << _ID_BITS | _LAST_ID - ids.clamp(max=_LAST_ID)
 
 
 def unpack_peak(packed_R: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ body and tail, and between eager and compiled code.
 """
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ LOWEST_EXPONENT = -64.0
 
 _AT_ONCE = 1 << 16
 """Tokens to weigh at once: what lies between the passes over them then stays in a core's cache."""
+_BY_ROWS = 1 << 22
+"""Tokens of as many rows as `values_by_rows` yields at once."""
 
 
 def weight_bits(vocab_size: int) -> int:
@@ -57,6 +60,19 @@ def values(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size:
     if rows_R is not None:
         value_RSv.masked_fill_((rows_R < 0)[:, None, None], -torch.inf)
     return value_RSv
+
+
+def values_by_rows(
+    x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Which rows, and their values [r, S, v], a few rows at a time; arguments as in `values`."""
+    step = max(1, _BY_ROWS // max(1, x_NSv.shape[1] * x_NSv.shape[2]))
+    for begin in range(0, count_rows(x_NSv, rows_R), step):
+        part = slice(begin, begin + step)
+        if rows_R is None:
+            yield part, values(x_NSv[part], first_id_S, None, vocab_size)
+        else:
+            yield part, values(x_NSv, first_id_S, rows_R[part], vocab_size)
 
 
 def values_at(
@@ -136,6 +152,21 @@ def _weights(value: Tensor, peak: Tensor, floor: Tensor, scale: Tensor, vocab_si
     power = _power((exponent - whole).float().double())
     biased = whole.add_(weight_bits(vocab_size) + 1023).to(torch.int64)
     return power.mul_((biased << 52).view(torch.float64)).add_(0.5).to(torch.int64)
+
+
+def spreads(
+    value_RSv: Tensor, peak_R: Tensor, floor_R: Tensor, scale_R: Tensor, vocab_size: int
+) -> Tensor:
+    """[R, S, v] int64: w * -y of each weight w = 2**(S + y), rounded down; arguments of `weights`.
+
+    No more than 0.54 * 2**S, so that a row's sum stays below 2**62.
+    """
+    weight_RSv = weights(value_RSv, peak_R, floor_R, scale_R, vocab_size)
+    lowest = -torch.finfo(torch.float32).max
+    below_RSv = (value_RSv - peak_R[:, None, None]).clamp_(min=lowest)
+    exponent_RSv = below_RSv.double().mul_(scale_R.double()[:, None, None])
+    exponent_RSv.masked_fill_(weight_RSv == 0, 0)
+    return exponent_RSv.neg_().mul_(weight_RSv).to(torch.int64)
 
 
 def _power(fraction: Tensor) -> Tensor:

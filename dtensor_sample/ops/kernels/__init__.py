@@ -27,6 +27,8 @@ _MODULES = {
     "residual_mass": "residual",
     "residual_pick": "pick",
     "store": "store",
+    "tally": "tally",
+    "top": "top",
     "uniform": "uniform",
     "weigh": "whole",
 }
