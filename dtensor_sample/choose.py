@@ -129,8 +129,9 @@ def fastest(
     )
     # Rows may be symbols of a compiler: what follows are a few comparisons of integers.
     times = {}
-    for name, (base, row, request) in zip(EXCHANGES, of, strict=True):
+    for i, name in enumerate(EXCHANGES):
         if name in among:
+            base, row, request = of[i]
             holders, rows, requests, _ = batch if name == "batch" else every
             times[name] = base + row * holders * rows + request * holders * requests
     best = among[0]

@@ -71,7 +71,7 @@ def train(
     """The mean reward of every round, and how many graphs were compiled."""
     device, before = mesh.device_type, counters["stats"]["unique_graphs"]
     model = build(mesh, seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02, foreach=False)
     step: Step = torch.compile(model, fullgraph=True) if compile_step else model
     starts_GW = torch.arange(prompts, device=device)[:, None].expand(-1, W) * 5 % V
     starts_BW = starts_GW.repeat_interleave(samples, 0)
