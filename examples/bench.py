@@ -156,16 +156,17 @@ def timer(step: Callable[[], Tensor], device: str) -> Callable[[], float]:
     return replay
 
 
-def host_us(step: Callable[[], Tensor], device: str) -> float:
-    """Microseconds until a step has been asked for, without waiting for a GPU."""
+def host_us(step: Callable[[], Tensor], device: str) -> float | None:
+    """Microseconds until a step has been asked for, of the slowest rank, not waiting for a GPU."""
+    if device == "cpu":
+        return None  # where nothing else is timed
     times = []
     for _ in range(10):
         begin = time.perf_counter()
         step()
         times.append((time.perf_counter() - begin) * 1e6)
-        if device == "cuda":
-            torch.cuda.synchronize()
-    return statistics.median(times)
+        torch.cuda.synchronize()
+    return slowest([statistics.median(times)], device)[0]
 
 
 def extra_mib(way: Way, device: str) -> float | None:
@@ -211,24 +212,32 @@ def measure(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[dict[str, An
                     times[name] += slowest([run()], device)
             timers.clear()  # graphs hold collectives: they must go before the group does
             for name, us in times.items():
-                low, median, high = (statistics.quantiles(us, n=10)[i] for i in (1, 4, 7))
-                (host_time,) = slowest([host[name]], device)
-                mib = extra[name]
+                median = statistics.median(us)
+                host_time, mib = host[name], extra[name]
                 yield {
                     "vocab": V,
                     "K": K,
                     "rows": rows,
                     "filters": filters,
                     "way": name,
-                    "us": round(median, 1),
-                    "us_20": round(low, 1),
-                    "us_80": round(high, 1),
-                    "us_99": round(percentile(us, 99), 1) if len(us) >= 100 else None,
+                    **spread(us),
                     "ratio": round(median * speed / nbytes, 1),
                     "gb_per_s": round(nbytes / median / 1e3, 1),
-                    "host_us": round(host_time),
+                    "host_us": None if host_time is None else round(host_time),
                     "extra_mib": None if mib is None else round(mib, 1),
                 }
+
+
+def spread(us: Sequence[float]) -> dict[str, float | None]:
+    """Median and percentiles; the 99th, if there are enough of them."""
+    tenths = statistics.quantiles(us, n=10, method="inclusive")
+    last = round(percentile(us, 99), 1) if len(us) >= 100 else None
+    return {
+        "us": round(tenths[4], 1),
+        "us_20": round(tenths[1], 1),
+        "us_80": round(tenths[7], 1),
+        "us_99": last,
+    }
 
 
 def report(records: Sequence[Record], args: argparse.Namespace, mesh: DeviceMesh) -> str:

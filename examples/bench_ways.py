@@ -189,7 +189,7 @@ def accept(p_BJV: Tensor, q_BJV: Tensor | None, token_BK: Tensor) -> Tensor:
         kept_B1 = p_BV.gather(1, refused_B1.clamp(min=0)) * (refused_B1 < 0)
         rest_BV = p_BV.scatter(1, refused_B1.clamp(min=0), kept_B1)
     next_B = pick(torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV))
-    token_BJ = torch.where(step_J < accepted_B[:, None], padded_BJ, -1)
+    token_BJ = padded_BJ.masked_fill(step_J >= accepted_B[:, None], -1)
     return torch.where(step_J == accepted_B[:, None], next_B[:, None], token_BJ)
 
 

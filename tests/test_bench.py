@@ -141,6 +141,8 @@ def test_percentiles():
     assert bench_report.percentile(range(200, 0, -1), 99) == 198
     assert bench_report.percentile([3.0, 1.0, 2.0], 99) == 3
     assert bench_report.percentile([3.0, 1.0, 2.0], 50) == 2
+    assert bench.spread(range(100)) == {"us": 49.5, "us_20": 19.8, "us_80": 79.2, "us_99": 98}
+    assert bench.spread(range(99))["us_99"] is None
 
 
 def test_figures_are_drawn(tmp_path, monkeypatch):
