@@ -31,14 +31,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_sample import SamplingParams, vocab_sharded
+from dtensor_sample.calibrate import timer
 from dtensor_sample.exchange import EXCHANGES
+from dtensor_sample.params import filters_of
 
 FILTERS = {"off": SamplingParams(), "on": SamplingParams(top_k=50, top_p=0.95)}
 NOISE = 0.5
 """Standard deviation of what draft logits differ by from the target's, theirs being 2."""
 COLUMNS = {
-    "vocab": "V",
-    "K": "K",
     "rows": "rows",
     "filters": "top-k 50, top-p 0.95",
     "way": "way",
@@ -50,6 +50,12 @@ COLUMNS = {
     "gb_per_s": "GB/s",
     "host_us": "host us, eager",
     "extra_mib": "extra MiB",
+    "ranks": "ranks",
+    "vocab": "ids",
+    "dtype": "dtype",
+    "k": "K",
+    "drafts": "drafts",
+    "candidates": "candidates",
 }
 """Fields of the CSV, and what the table calls them."""
 
@@ -76,6 +82,12 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         default=[0],
         metavar="K",
         help="drafts of a request, default 0",
+    )
+    parser.add_argument(
+        "--drafts",
+        default="drafted",
+        choices=["drafted", "one-hot"],
+        help="drafted in the step, from draft logits (the default), or chosen and only verified",
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--filters", nargs="+", default=["off", "on"], choices=list(FILTERS))
@@ -126,36 +138,6 @@ def make_logits(
     return sharded(local_Tv), [sharded(local_Bv) for local_Bv in near]
 
 
-def timer(step: Callable[[], Tensor], device: str) -> Callable[[], float]:
-    """What runs a step once and returns its microseconds."""
-    if device == "cpu":
-
-        def run() -> float:
-            begin = time.perf_counter()
-            step()
-            return (time.perf_counter() - begin) * 1e6
-
-        return run
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay() -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
-
-    return replay
-
-
 def host_us(step: Callable[[], Tensor], device: str) -> float | None:
     """Microseconds until a step has been asked for, of the slowest rank, not waiting for a GPU."""
     if device == "cpu":
@@ -197,12 +179,14 @@ def measure(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[dict[str, An
         if rows % (K + 1):
             continue
         target, drafts = make_logits(mesh, rows, V, K, dtype)
-        nbytes = (rows + rows // (K + 1) * K) * V * dtype.itemsize / mesh.size()
+        if args.drafts == "one-hot":
+            drafts = []
+        nbytes = (rows + rows // (K + 1) * len(drafts)) * V * dtype.itemsize / mesh.size()
         for filters in args.filters:
             if mesh.get_rank() == 0:
                 print(f"V={V} K={K} rows={rows} filters={filters}", file=sys.stderr, flush=True)
-            check(mesh, target, drafts, FILTERS[filters])
-            found = dict(ways(mesh, target, drafts, FILTERS[filters]))
+            check(mesh, target, K, drafts, FILTERS[filters])
+            found = dict(ways(mesh, target, K, drafts, FILTERS[filters]))
             host = {name: host_us(way.step, device) for name, way in found.items()}
             extra = {name: extra_mib(way, device) for name, way in found.items()}
             timers = {name: timer(way.step, device) for name, way in found.items()}
@@ -215,8 +199,6 @@ def measure(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[dict[str, An
                 median = statistics.median(us)
                 host_time, mib = host[name], extra[name]
                 yield {
-                    "vocab": V,
-                    "K": K,
                     "rows": rows,
                     "filters": filters,
                     "way": name,
@@ -225,6 +207,12 @@ def measure(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[dict[str, An
                     "gb_per_s": round(nbytes / median / 1e3, 1),
                     "host_us": None if host_time is None else round(host_time),
                     "extra_mib": None if mib is None else round(mib, 1),
+                    "ranks": mesh.size(),
+                    "vocab": V,
+                    "dtype": args.dtype,
+                    "k": K,
+                    "drafts": args.drafts if K else None,
+                    "candidates": filters_of([FILTERS[filters]]).candidates,
                 }
 
 
@@ -248,7 +236,7 @@ def report(records: Sequence[Record], args: argparse.Namespace, mesh: DeviceMesh
         "a step": "one replay of a CUDA graph" if graph else "one eager call",
         "with K > 0": "K drafts for each of rows / (K + 1) requests, from the target's logits plus "
         f"normal noise of {NOISE} (their own deviation is 2), and block verification; standard "
-        "rejection sampling in PyTorch",
+        "rejection sampling in PyTorch; one-hot drafts are some ids, and only verified",
         "extra MiB": "what a rank holds at most beyond the logits, kept draft logits included",
         "floor": "the time in which a copy moves as many bytes as a rank's part of the logits has",
     }
@@ -267,7 +255,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
     ]
     names = list(dict.fromkeys(record["way"] for record in records))
     # Earlier files have one vocabulary, and no drafts.
-    kinds = [(str(record.get("vocab", "")), str(record.get("K", 0))) for record in records]
+    kinds = [(str(record.get("vocab", "")), str(record.get("k") or 0)) for record in records]
     lines = list(dict.fromkeys(kinds))
     figure = Figure(figsize=(13, 4.2 * len(lines)), dpi=150, layout="constrained")
     grid = figure.subplots(len(lines), 3, squeeze=False)

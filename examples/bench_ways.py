@@ -41,14 +41,14 @@ class Way(NamedTuple):
 
 
 def ways(
-    mesh: DeviceMesh, target_TV: DTensor, drafts: Sequence[DTensor], params: SamplingParams
+    mesh: DeviceMesh, target_TV: DTensor, K: int, drafts: Sequence[DTensor], params: SamplingParams
 ) -> Iterator[tuple[str, Way]]:
-    """Every way to run a step on these logits, with its name."""
+    """Every way to run a step on these logits, with its name; no `drafts`: they are one-hot."""
     T = target_TV.shape[0]
     for exchange in EXCHANGES:
-        yield exchange, own_way(mesh, exchange, target_TV, drafts, params)
-    if drafts:
-        step = functools.partial(gathered_and_verified, target_TV, drafts, params)
+        yield exchange, own_way(mesh, exchange, target_TV, K, drafts, params)
+    if K:
+        step = functools.partial(gathered_and_verified, target_TV, K, drafts, params)
         yield "gather + sample", Way(step)
         return
     yield "gather + sample", Way(functools.partial(gathered, target_TV, params))
@@ -62,11 +62,12 @@ def own_way(
     mesh: DeviceMesh,
     exchange: str,
     target_TV: DTensor,
+    K: int,
     drafts: Sequence[DTensor],
     params: SamplingParams,
 ) -> Way:
     """What this library does under one exchange."""
-    K, (T, V) = len(drafts), target_TV.shape
+    T, V = target_TV.shape
     B = T // (K + 1)
     state = SamplingState(
         mesh,
@@ -90,9 +91,10 @@ def own_way(
     plan = make(1)
     if K == 0:
         return Way(functools.partial(sampled, Sampler(state), select(plan, target_TV), plan))
-    draw = functools.partial(
-        drafted, DraftSampler(state), [select(plan, logits) for logits in drafts], plan
-    )
+    draw = functools.partial(one_hot, mesh, B, K, V)
+    if drafts:
+        rows = [select(plan, logits) for logits in drafts]
+        draw = functools.partial(drafted, DraftSampler(state), rows, plan)
     draw()  # where drafts are kept, they are verified: so this plan comes after the first of them
     plan = make(K + 1)
     verify = RejectionSampler(state, method="block")
@@ -110,6 +112,11 @@ def drafted(drafter: DraftSampler, drafts: Sequence[DTensor], plan: ShardPlan) -
     return torch.stack([drafter(rows, plan, step=k) for k, rows in enumerate(drafts)], 1)
 
 
+def one_hot(mesh: DeviceMesh, B: int, K: int, V: int) -> Tensor:
+    """[B, K] some draft tokens, that nobody drew."""
+    return (torch.arange(K, device=mesh.device_type) % V).repeat(B, 1)
+
+
 def verified(
     verifier: RejectionSampler, rows: DTensor, plan: ShardPlan, draw: Callable[[], Tensor]
 ) -> Tensor:
@@ -123,10 +130,14 @@ def gathered(logits_TV: DTensor, params: SamplingParams) -> Tensor:
 
 
 def gathered_and_verified(
-    target_TV: DTensor, drafts: Sequence[DTensor], params: SamplingParams
+    target_TV: DTensor, K: int, drafts: Sequence[DTensor], params: SamplingParams
 ) -> Tensor:
     """The same for drafts and their verification: all rows on all ranks, in PyTorch."""
-    (B, V), K = drafts[0].shape, len(drafts)
+    if not drafts:
+        p_TV = probabilities(gather(target_TV), params)
+        p_BJV = p_TV.view(-1, K + 1, p_TV.shape[1])
+        return accept(p_BJV, None, one_hot(target_TV.device_mesh, len(p_BJV), K, p_TV.shape[1]))
+    B, V = drafts[0].shape
     q_BJV = torch.zeros(B, K + 1, V, device=target_TV.device)  # nothing is drafted after the last
     tokens = []
     for k, logits_BV in enumerate(drafts):
@@ -214,33 +225,35 @@ def gumbel(mesh: DeviceMesh, logits_TV: DTensor, params: SamplingParams) -> Tens
 
 
 def check(
-    mesh: DeviceMesh, target_TV: DTensor, drafts: Sequence[DTensor], params: SamplingParams
+    mesh: DeviceMesh, target_TV: DTensor, K: int, drafts: Sequence[DTensor], params: SamplingParams
 ) -> None:
     """End the program unless all ways give tokens, and the exchanges equal and right ones.
 
     Greedy steps have one right answer: the largest logits, as far as drafts are the largest too.
     """
-    K, V = len(drafts), target_TV.shape[1]
-    found = {name: way.step() for name, way in ways(mesh, target_TV, drafts, params)}
+    V = target_TV.shape[1]
+    found = {name: way.step() for name, way in ways(mesh, target_TV, K, drafts, params)}
     for name, ids in found.items():
         first = ids.view(-1, K + 1)[:, 0]
         if not ((ids >= -1) & (ids < V)).all() or (first < 0).any():
             raise SystemExit(f"{name} gives ids beyond the vocabulary")
     greedy = SamplingParams(temperature=0.0)
-    right = chain(target_TV, drafts)
+    right = chain(target_TV, K, drafts)
     for name in EXCHANGES:
-        chosen = own_way(mesh, name, target_TV, drafts, greedy).step().view(right.shape)
+        chosen = own_way(mesh, name, target_TV, K, drafts, greedy).step().view(right.shape)
         if not torch.equal(found[name], found["batch"]) or not torch.equal(chosen, right):
             raise SystemExit(
                 "the exchanges differ from each other, or greedy tokens from the largest"
             )
 
 
-def chain(target_TV: DTensor, drafts: Sequence[DTensor]) -> Tensor:
+def chain(target_TV: DTensor, K: int, drafts: Sequence[DTensor]) -> Tensor:
     """[B, J]: the largest ids of each request's rows, up to the first that was not drafted."""
-    largest_BJ = target_TV.full_tensor().argmax(-1).view(-1, len(drafts) + 1)
+    largest_BJ = target_TV.full_tensor().argmax(-1).view(-1, K + 1)
     ended_B = torch.zeros_like(largest_BJ[:, 0], dtype=torch.bool)
-    for k, draft_BV in enumerate(drafts):
-        ended_B |= largest_BJ[:, k] != draft_BV.full_tensor().argmax(-1)
+    token_BK = one_hot(target_TV.device_mesh, len(largest_BJ), K, target_TV.shape[1])
+    for k in range(K):
+        token_B = drafts[k].full_tensor().argmax(-1) if drafts else token_BK[:, k]
+        ended_B |= largest_BJ[:, k] != token_B
         largest_BJ[:, k + 1].masked_fill_(ended_B, -1)
     return largest_BJ

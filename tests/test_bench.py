@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtensor_sample import SamplingParams, vocab_sharded
+from dtensor_sample import SamplingParams, calibrate, vocab_sharded
 from dtensor_sample.exchange import EXCHANGES
 from tests.pool import worlds
 from tests.test_distribution import p_value
@@ -30,7 +30,7 @@ def test_every_way_is_timed(ranks):
     for found in ranks.run(records, "--rows 2 3 --vocab 1003 --num-speculative-tokens 0 2"):
         cases: dict[tuple, set[str]] = {}
         for r in found:
-            cases.setdefault((r["K"], r["rows"], r["filters"]), set()).add(r["way"])
+            cases.setdefault((r["k"], r["rows"], r["filters"]), set()).add(r["way"])
             assert 0 < r["us_20"] <= r["us"] <= r["us_80"]
             assert r["us_99"] is None  # two rounds do not tell
             assert r.keys() == bench.COLUMNS.keys()
@@ -40,6 +40,14 @@ def test_every_way_is_timed(ranks):
         for case, names in cases.items():
             assert {*EXCHANGES, "gather + sample"} <= names
             assert ("all-to-all + Gumbel" in names) == (case == (0, 2, "off"))
+
+
+@worlds("cpu:2", "cuda:2")
+def test_verification_alone_is_timed(ranks):
+    options = "--rows 8 --vocab 1003 --num-speculative-tokens 3 --drafts one-hot --filters on"
+    for found in ranks.run(records, options):
+        assert [record["way"] for record in found] == [*EXCHANGES, "gather + sample"]
+        assert {(record["k"], record["drafts"]) for record in found} == {(3, "one-hot")}
 
 
 @worlds("cpu:2")
@@ -60,7 +68,7 @@ def refused(mesh, name: str, K: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_ways, name, wrong)
         with pytest.raises(SystemExit) as error:
-            bench_ways.check(mesh, target, drafts, bench.FILTERS["off"])
+            bench_ways.check(mesh, target, K, drafts, bench.FILTERS["off"])
     return str(error.value)
 
 
@@ -78,7 +86,7 @@ def equal_drafts(mesh) -> tuple[list[list[int]], list[list[int]]]:
     wrap = {"mesh": mesh, "vocab_size": 64}
     same = [vocab_sharded(local[k::3], **wrap) for k in range(2)]
     other = [vocab_sharded(-local[k::3], **wrap) for k in range(2)]
-    return bench_ways.chain(target, same).tolist(), bench_ways.chain(target, other).tolist()
+    return bench_ways.chain(target, 2, same).tolist(), bench_ways.chain(target, 2, other).tolist()
 
 
 @worlds("cpu:2")
@@ -153,10 +161,21 @@ def test_figures_are_drawn(tmp_path, monkeypatch):
     bench.main()
     with REPORT.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    more = [row | {"vocab": "9", "K": K} for row in rows for K in ("0", "7")]
+    more = [row | {"vocab": "9", "k": K} for row in rows for K in ("0", "7")]
     bench.draw(more, tmp_path / "new.png")
     sizes = [read_size(tmp_path / name) for name in ("old.png", "new.png")]
     assert sizes == [(1950, 630), (1950, 1260)]
+
+
+def test_predictions_are_fitted_to_verification_alone(tmp_path):
+    """Catches steps that draft too, taken for ones that only verify."""
+    rows = [
+        {"rows": "8", "filters": "off", "way": "batch", "us": "1", "k": "3", "drafts": drafts}
+        for drafts in ("drafted", "one-hot")
+    ]
+    bench_report.write(tmp_path / "steps", {name: name for name in rows[0]}, rows, "")
+    (measured,) = calibrate.read(tmp_path / "steps.csv")
+    assert (measured.K, measured.drawn) == (3, False)
 
 
 def read_size(path: Path) -> tuple[int, int]:
