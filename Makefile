@@ -15,12 +15,12 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq -c cons
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help decode test test-slow test-all test-gpu bench docs quality style
+.PHONY: help decode test test-slow test-all test-gpu bench bench-decode docs quality style
 
 help:  ## list the commands (the default)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo '  ARGS="..."      passed on by decode, bench and the test verbs'
+	@echo '  ARGS="..."      passed on by decode, the benchmarks and the test verbs'
 	@echo '  PYTHON=python3  use that interpreter as it is: no set-up in $(VENV)'
 
 decode: $(READY)  ## generate text with a real model on 4 ranks of this machine
@@ -40,6 +40,9 @@ test-gpu: $(READY)  ## run the tests that need CUDA devices
 
 bench: $(READY)  ## time one sampling step in several ways, on RANKS=2 ranks of this machine
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --nproc_per_node=$(RANKS) examples/bench.py $(ARGS)
+
+bench-decode: $(READY)  ## time whole decode loops by how they sample, on RANKS=2 ranks of this machine
+	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --nproc_per_node=$(RANKS) examples/bench_decode.py $(ARGS)
 
 docs: $(READY)  ## draw figures and build the documentation: build/docs/index.html
 	$(PYTHON) docs/figures.py

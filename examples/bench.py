@@ -1,54 +1,43 @@
 """How long one sampling step takes, from vocabulary-sharded logits to tokens on every rank.
 
-    torchrun --nproc_per_node=2 examples/bench.py --output docs/NAME
+    torchrun --nproc_per_node=2 examples/bench.py --num-speculative-tokens 0 7 --output docs/NAME
     python examples/bench.py --rows 4 --vocab 1000 --rounds 3    # a CPU will do, on one rank too
 
 Each step is done in several ways: by this library under each exchange, as scripts do it that gather
 the logits and sample every row on every rank, and by one all-to-all with a Gumbel number per logit.
-First all ways are checked: the exchanges must give equal tokens, and greedy tokens must be the
-largest logits. Then the ways take turns, on a GPU each as one CUDA graph, and the slowest rank
-counts. `--output` writes NAME.csv and NAME.md. `--k` also verifies drafts that were chosen, under
-each exchange.
+With K speculative tokens a step draws K drafts for each request from draft logits and verifies them
+in the rows of target logits, K + 1 a request. First all ways are checked: the exchanges must give
+equal tokens, and greedy tokens must be the largest logits. Then the ways take turns, on a GPU each
+as one CUDA graph, and the slowest rank counts. `--output` writes NAME.csv, NAME.md and NAME.png.
 """
 
 import argparse
 import csv
-import datetime as dt
-import functools
 import importlib.util
 import itertools
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_report import Record, about, join, markdown, percentile, show, slowest, write
+from bench_ways import Way, check, ways
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from dtensor_sample import (
-    BatchSharder,
-    RejectionSampler,
-    Sampler,
-    SamplingParams,
-    SamplingState,
-    ShardPlan,
-    vocab_sharded,
-)
-from dtensor_sample.calibrate import chosen_drafts, slowest, timer, verified
+from dtensor_sample import SamplingParams, vocab_sharded
+from dtensor_sample.calibrate import timer
 from dtensor_sample.exchange import EXCHANGES
 from dtensor_sample.params import filters_of
 
-Step = Callable[[], Tensor]
-"""One way to sample: token ids [B]."""
 FILTERS = {"off": SamplingParams(), "on": SamplingParams(top_k=50, top_p=0.95)}
+NOISE = 0.5
+"""Standard deviation of what draft logits differ by from the target's, theirs being 2."""
 COLUMNS = {
     "rows": "rows",
     "filters": "top-k 50, top-p 0.95",
@@ -56,6 +45,7 @@ COLUMNS = {
     "us": "us, median",
     "us_20": "20%",
     "us_80": "80%",
+    "us_99": "99%",
     "ratio": "x floor",
     "gb_per_s": "GB/s",
     "host_us": "host us, eager",
@@ -64,30 +54,64 @@ COLUMNS = {
     "vocab": "ids",
     "dtype": "dtype",
     "k": "K",
+    "drafts": "drafts",
     "candidates": "candidates",
 }
 """Fields of the CSV, and what the table calls them."""
 
 
-def parse() -> argparse.Namespace:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=[4, 64, 512, 2048], metavar="N")
-    parser.add_argument("--vocab", type=int, default=129280, metavar="V", help="default 129280")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument(
-        "--k", type=int, nargs="+", default=[0], metavar="K", help="one-hot drafts to verify"
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[4, 64, 512, 2048],
+        metavar="N",
+        help="of target logits; those that are no whole requests of K + 1 rows are left out",
     )
+    parser.add_argument(
+        "--vocab", type=int, nargs="+", default=[129280], metavar="V", help="default 129280"
+    )
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="K",
+        help="drafts of a request, default 0",
+    )
+    parser.add_argument(
+        "--drafts",
+        default="drafted",
+        choices=["drafted", "one-hot"],
+        help="drafted in the step, from draft logits (the default), or chosen and only verified",
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--filters", nargs="+", default=["off", "on"], choices=list(FILTERS))
-    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="default 30")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=30,
+        metavar="N",
+        help="default 30; from 100 on the 99th percentile is reported too",
+    )
     parser.add_argument("--output", type=Path, metavar="NAME", help="write NAME.csv, .md and .png")
     parser.add_argument("--draw", type=Path, metavar="CSV", help="only draw what was measured once")
-    args = parser.parse_args()
-    if min(*args.rows, args.vocab, args.rounds) < 1:
-        parser.error("--rows, --vocab and --rounds must be at least 1")
-    if any(k < 0 or any(rows % (k + 1) for rows in args.rows) for k in args.k):
-        parser.error("--k must be >= 0, and K + 1 must divide each of --rows")
+    args = parser.parse_args(given)
+    if min(*args.rows, *args.vocab) < 1:
+        parser.error("--rows and --vocab must be at least 1")
+    if args.rounds < 2:
+        parser.error("--rounds must be at least 2")
+    for K in args.num_speculative_tokens:
+        if K < 0:
+            parser.error("--num-speculative-tokens must be at least 0")
+        if all(rows % (K + 1) for rows in args.rows):
+            parser.error(
+                f"--num-speculative-tokens {K}: one of --rows must be a multiple of {K + 1}"
+            )
     if args.output is not None and not args.output.parent.is_dir():
         parser.error(f"--output: no folder {args.output.parent}")
     if args.draw is not None and not args.draw.is_file():
@@ -95,124 +119,48 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def ways(
-    mesh: DeviceMesh, logits_BV: DTensor, params: SamplingParams, k: int = 0
-) -> Iterator[tuple[str, Step]]:
-    """Every way to sample these rows, or to verify them as requests of k drafts."""
-    B, V = logits_BV.shape
-    slots = range(B // (k + 1))
-    for exchange in EXCHANGES:
-        state = SamplingState(
-            mesh,
-            vocab_size=V,
-            max_num_reqs=len(slots),
-            num_speculative_tokens=k,
-            seed=1,
-            exchange=exchange,
-        )
-        for slot in slots:
-            state.add(slot, params)
-        # With owners by position, rows in batch order are rows in the plan's order but for padding.
-        sharder = BatchSharder(state, owners="position")
-        plan = sharder.plan(slots, [k + 1] * len(slots), positions=[0] * len(slots))
-        rows = vocab_sharded(plan.select(logits_BV.to_local()), mesh, vocab_size=V)
-        if k:
-            drafts = chosen_drafts(plan)
-            yield exchange, functools.partial(verified, RejectionSampler(state), rows, plan, drafts)
-        else:
-            yield exchange, functools.partial(sampled, Sampler(state), rows, plan)
-    if k:
-        return
-    yield "gather + sample", functools.partial(gathered, logits_BV, params)
-    if params.top_k == 0 and B % mesh.size() == 0:
-        yield "all-to-all + Gumbel", functools.partial(gumbel, mesh, logits_BV, params)
-    if importlib.util.find_spec("flashinfer") is not None:
-        yield "gather + FlashInfer", functools.partial(flashinfer, logits_BV, params)
+def make_logits(
+    mesh: DeviceMesh, rows: int, V: int, K: int, dtype: torch.dtype
+) -> tuple[DTensor, list[DTensor]]:
+    """The target's logits [T, V], and K blocks of draft logits [B, V] that are near to them."""
+    rank, width = mesh.get_local_rank(), -(-V // mesh.size())
+    columns = max(min(width, V - rank * width), 0)
+    generator = torch.Generator(mesh.device_type).manual_seed(rank)
+
+    def random(count: int) -> Tensor:
+        return torch.randn(count, columns, generator=generator, device=mesh.device_type)
+
+    def sharded(local: Tensor) -> DTensor:
+        return vocab_sharded(local.to(dtype), mesh, vocab_size=V)
+
+    local_Tv = random(rows).mul_(2)
+    near = [local_Tv[k :: K + 1] + NOISE * random(rows // (K + 1)) for k in range(K)]
+    return sharded(local_Tv), [sharded(local_Bv) for local_Bv in near]
 
 
-def sampled(sampler: Sampler, rows: DTensor, plan: ShardPlan) -> Tensor:
-    """What this library does."""
-    return sampler(rows, plan).token_ids[:, 0]
-
-
-def gathered(logits_BV: DTensor, params: SamplingParams) -> Tensor:
-    """All logits to all ranks, and every row sampled on each, in the usual PyTorch operations."""
-    x_BV = logits_BV.redistribute(placements=[Replicate()]).to_local().float() / params.temperature
-    if params.top_k:
-        least_B1 = x_BV.topk(params.top_k).values[:, -1:]
-        x_BV = x_BV.masked_fill(x_BV < least_B1, -torch.inf)
-    if params.top_p < 1:
-        sorted_BV, id_BV = x_BV.sort(descending=True)
-        probs_BV = sorted_BV.softmax(-1)
-        beyond_BV = probs_BV.cumsum(-1) - probs_BV >= params.top_p
-        x_BV = x_BV.masked_fill(beyond_BV.scatter(1, id_BV, beyond_BV), -torch.inf)
-    probs_BV = x_BV.softmax(-1)
-    return (probs_BV / torch.empty_like(probs_BV).exponential_(1)).argmax(-1)
-
-
-def flashinfer(logits_BV: DTensor, params: SamplingParams) -> Tensor:
-    """All logits to all ranks, and every row sampled on each by FlashInfer's kernels."""
-    sample = importlib.import_module("flashinfer.sampling").top_k_top_p_sampling_from_logits
-    x_BV = logits_BV.redistribute(placements=[Replicate()]).to_local()
-    token_B: Tensor = sample(x_BV, params.top_k or x_BV.shape[1], params.top_p)
-    return token_B
-
-
-def gumbel(mesh: DeviceMesh, logits_BV: DTensor, params: SamplingParams) -> Tensor:
-    """Rows to owners by one all-to-all and a copy; there one random number per logit."""
-    local_Bv, P = logits_BV.to_local(), mesh.size()
-    width = -(-logits_BV.shape[1] // P)
-    padded_Bv = torch.nn.functional.pad(local_Bv, (0, width - local_Bv.shape[1]), value=-torch.inf)
-    received = torch.empty_like(padded_Bv)
-    dist.all_to_all_single(received, padded_Bv, group=mesh.get_group())
-    x_RV = received.view(P, -1, width).transpose(0, 1).flatten(1).float() / params.temperature
-    token_R = (x_RV - torch.empty_like(x_RV).exponential_(1).log()).argmax(-1)
-    return DTensor.from_local(token_R, mesh, [Shard(0)], run_check=False).full_tensor()
-
-
-def check(mesh: DeviceMesh, logits_BV: DTensor, params: SamplingParams, k: int = 0) -> None:
-    """Equal tokens under all exchanges, largest logits if greedy, and known ids in any way."""
-    if k:
-        first, *others = (step().tolist() for _, step in ways(mesh, logits_BV, params, k))
-        if any(other != first for other in others):
-            raise SystemExit("the exchanges differ from each other in verification")
-        return
-    tokens = {name: step().tolist() for name, step in ways(mesh, logits_BV, params)}
-    largest = logits_BV.full_tensor().argmax(-1).tolist()
-    greedy = SamplingParams(temperature=0.0)
-    chosen = [step().tolist() for name, step in ways(mesh, logits_BV, greedy) if name in EXCHANGES]
-    V = logits_BV.shape[1]
-    for name, ids in tokens.items():
-        if any(not 0 <= token < V for token in ids):
-            raise SystemExit(f"{name} gives ids beyond the vocabulary")
-    if any(tokens[name] != tokens["batch"] for name in EXCHANGES) or any(
-        ids != largest for ids in chosen
-    ):
-        raise SystemExit("the exchanges differ from each other, or greedy tokens from the largest")
-
-
-def host_us(step: Step, device: str) -> float:
-    """Microseconds until a step has been asked for, without waiting for a GPU."""
+def host_us(step: Callable[[], Tensor], device: str) -> float | None:
+    """Microseconds until a step has been asked for, of the slowest rank, not waiting for a GPU."""
+    if device == "cpu":
+        return None  # where nothing else is timed
     times = []
     for _ in range(10):
         begin = time.perf_counter()
         step()
         times.append((time.perf_counter() - begin) * 1e6)
-        if device == "cuda":
-            torch.cuda.synchronize()
-    return statistics.median(times)
+        torch.cuda.synchronize()
+    return slowest([statistics.median(times)], device)[0]
 
 
-def extra_mib(step: Step, device: str) -> float | None:
-    """Memory that a step takes beyond what it was given, at most."""
+def extra_mib(way: Way, device: str) -> float | None:
+    """Memory that a way takes beyond the logits that it was given, at most."""
     if device == "cpu":
         return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    step()
+    way.step()
     torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return (torch.cuda.max_memory_allocated() - before + way.kept_bytes) / 2**20
 
 
 def bytes_per_us(device: str) -> float:
@@ -224,81 +172,80 @@ def bytes_per_us(device: str) -> float:
 
 
 def measure(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One record for each number of rows, filters and way."""
-    device, dtype, V = mesh.device_type, getattr(torch, args.dtype), args.vocab
+    """One record for each vocabulary, number of drafts and of rows, filters and way."""
+    device, dtype = mesh.device_type, getattr(torch, args.dtype)
     speed = bytes_per_us(device)
-    width = -(-V // mesh.size())
-    first = mesh.get_local_rank() * width
-    for B in args.rows:
-        generator = torch.Generator(device).manual_seed(mesh.get_local_rank())
-        columns = max(min(width, V - first), 0)
-        local = torch.randn(B, columns, generator=generator, device=device).mul_(2).to(dtype)
-        logits_BV = vocab_sharded(local, mesh, vocab_size=V)
-        floor_us = B * V * dtype.itemsize / mesh.size() / speed
-        for k, filters in itertools.product(args.k, args.filters):
-            check(mesh, logits_BV, FILTERS[filters], k)
-            steps = dict(ways(mesh, logits_BV, FILTERS[filters], k))
-            host = {name: host_us(step, device) for name, step in steps.items()}
-            extra = {name: extra_mib(step, device) for name, step in steps.items()}
-            timers = {name: timer(step, device) for name, step in steps.items()}
-            times: dict[str, list[float]] = {name: [] for name in steps}
+    for V, K, rows in itertools.product(args.vocab, args.num_speculative_tokens, args.rows):
+        if rows % (K + 1):
+            continue
+        target, drafts = make_logits(mesh, rows, V, K, dtype)
+        if args.drafts == "one-hot":
+            drafts = []
+        nbytes = (rows + rows // (K + 1) * len(drafts)) * V * dtype.itemsize / mesh.size()
+        for filters in args.filters:
+            if mesh.get_rank() == 0:
+                print(f"V={V} K={K} rows={rows} filters={filters}", file=sys.stderr, flush=True)
+            check(mesh, target, K, drafts, FILTERS[filters])
+            found = dict(ways(mesh, target, K, drafts, FILTERS[filters]))
+            host = {name: host_us(way.step, device) for name, way in found.items()}
+            extra = {name: extra_mib(way, device) for name, way in found.items()}
+            timers = {name: timer(way.step, device) for name, way in found.items()}
+            times: dict[str, list[float]] = {name: [] for name in found}
             for _ in range(args.rounds):
                 for name, run in timers.items():
-                    times[name].append(slowest(run(), device))
+                    times[name] += slowest([run()], device)
             timers.clear()  # graphs hold collectives: they must go before the group does
             for name, us in times.items():
-                low, median, high = (statistics.quantiles(us, n=10)[i] for i in (1, 4, 7))
+                median = statistics.median(us)
+                host_time, mib = host[name], extra[name]
                 yield {
-                    "rows": B,
+                    "rows": rows,
                     "filters": filters,
                     "way": name,
-                    "us": round(median, 1),
-                    "us_20": round(low, 1),
-                    "us_80": round(high, 1),
-                    "ratio": round(median / floor_us, 1),
-                    "gb_per_s": round(B * V * dtype.itemsize / mesh.size() / median / 1e3, 1),
-                    "host_us": round(slowest(host[name], device)),
-                    "extra_mib": None if extra[name] is None else round(extra[name] or 0.0, 1),
+                    **spread(us),
+                    "ratio": round(median * speed / nbytes, 1),
+                    "gb_per_s": round(nbytes / median / 1e3, 1),
+                    "host_us": None if host_time is None else round(host_time),
+                    "extra_mib": None if mib is None else round(mib, 1),
                     "ranks": mesh.size(),
                     "vocab": V,
                     "dtype": args.dtype,
-                    "k": k,
+                    "k": K,
+                    "drafts": args.drafts if K else None,
                     "candidates": filters_of([FILTERS[filters]]).candidates,
                 }
 
 
-def report(records: list[dict[str, Any]], args: argparse.Namespace, mesh: DeviceMesh) -> str:
+def spread(us: Sequence[float]) -> dict[str, float | None]:
+    """Median and percentiles; the 99th, if there are enough of them."""
+    tenths = statistics.quantiles(us, n=10, method="inclusive")
+    last = round(percentile(us, 99), 1) if len(us) >= 100 else None
+    return {
+        "us": round(tenths[4], 1),
+        "us_20": round(tenths[1], 1),
+        "us_80": round(tenths[7], 1),
+        "us_99": last,
+    }
+
+
+def report(records: Sequence[Record], args: argparse.Namespace, mesh: DeviceMesh) -> str:
     """The records as Markdown, and how they came about."""
-    cuda = mesh.device_type == "cuda"
-    machine = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    ).stdout.strip()
-    about = {
-        "date": dt.date.today().isoformat(),
-        "machine": f"{mesh.size()} x {machine}",
-        "torch": torch.__version__,
-        "commit": commit or "unknown",
-        "command": " ".join(["examples/bench.py", *sys.argv[1:]]),
-        "logits": f"{args.vocab} ids, {args.dtype}",
-        "a step": "one replay of a CUDA graph" if cuda else "one eager call",
+    graph = mesh.device_type == "cuda"
+    facts = {
+        "logits": args.dtype,
+        "a step": "one replay of a CUDA graph" if graph else "one eager call",
+        "with K > 0": "K drafts for each of rows / (K + 1) requests, from the target's logits plus "
+        f"normal noise of {NOISE} (their own deviation is 2), and block verification; standard "
+        "rejection sampling in PyTorch; one-hot drafts are some ids, and only verified",
+        "extra MiB": "what a rank holds at most beyond the logits, kept draft logits included",
         "floor": "the time in which a copy moves as many bytes as a rank's part of the logits has",
     }
-    lines = ["# One sampling step, from sharded logits to tokens on every rank", ""]
-    lines += [f"- {name}: {value}" for name, value in about.items()]
-    lines += ["", "| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
-    for record in records:
-        cells = ("" if record[key] is None else str(record[key]) for key in COLUMNS)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    title = "One sampling step, from sharded logits to tokens on every rank"
+    return markdown(title, about(mesh, "bench.py", **facts), COLUMNS, records)
 
 
-def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A picture of time and of memory over rows."""
+def draw(records: Sequence[Record], path: Path) -> None:
+    """A picture of time and of memory over rows, a line of panels for each vocabulary and K."""
     from matplotlib.figure import Figure
 
     panels = [
@@ -307,14 +254,20 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
         ("extra_mib", "on", "MiB beyond the logits, with filters"),
     ]
     names = list(dict.fromkeys(record["way"] for record in records))
-    figure = Figure(figsize=(13, 4.2), dpi=150, layout="constrained")
-    for ax, (field, filters, title) in zip(figure.subplots(1, 3), panels, strict=True):
+    # Earlier files have one vocabulary, and no drafts.
+    kinds = [(str(record.get("vocab", "")), str(record.get("k") or 0)) for record in records]
+    lines = list(dict.fromkeys(kinds))
+    figure = Figure(figsize=(13, 4.2 * len(lines)), dpi=150, layout="constrained")
+    grid = figure.subplots(len(lines), 3, squeeze=False)
+    for (line, axes), (panel, (field, filters, title)) in itertools.product(
+        zip(lines, grid, strict=True), enumerate(panels)
+    ):
+        ax = axes[panel]
         for i, name in enumerate(names):
             points = [
                 (int(record["rows"]), float(record[field]))
-                for record in records
-                if (record["way"], record["filters"]) == (name, filters)
-                and not int(record.get("k") or 0)
+                for record, kind in zip(records, kinds, strict=True)
+                if (kind, record["way"], record["filters"]) == (line, name, filters)
                 and float(record[field] or 0) > 0  # a logarithm has no place for the others
             ]
             if points:
@@ -322,10 +275,13 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                 ax.plot(
                     *zip(*points, strict=True), "o-" if own else "s--", label=name, color=f"C{i}"
                 )
-        ax.set(xscale="log", yscale="log", xlabel="rows", title=title)
+        V, K = line
+        labels = [f"V = {V}"] * (len({v for v, _ in lines}) > 1) + [f"K = {K}"] * (len(lines) > 1)
+        ax.set(xscale="log", yscale="log", xlabel="rows", title=", ".join([title, *labels]))
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.3)
-        ax.legend(frameon=False, fontsize=8)
+        if ax.lines:
+            ax.legend(frameon=False, fontsize=8)
     figure.savefig(path)
 
 
@@ -335,25 +291,14 @@ def main() -> None:
         with args.draw.open(newline="") as file:
             draw(list(csv.DictReader(file)), args.draw.with_suffix(".png"))
         return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("tp",))
+    mesh = join()
     records = []
     with torch.inference_mode():
         for record in measure(mesh, args):
             records.append(record)
-            if mesh.get_rank() == 0:
-                print(*(f"{key}={value}" for key, value in record.items()), flush=True)
+            show(record)
     if args.output is not None and mesh.get_rank() == 0:
-        with args.output.with_suffix(".csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(records)
-        args.output.with_suffix(".md").write_text(report(records, args, mesh))
+        write(args.output, COLUMNS, records, report(records, args, mesh))
         if importlib.util.find_spec("matplotlib") is not None:
             draw(records, args.output.with_suffix(".png"))
     dist.destroy_process_group()
