@@ -142,7 +142,7 @@ def test_a_life_in_graphs(ranks, exchange, method):
 
     On CPUs the same padded steps run without graphs.
     """
-    steps = 1000 if ranks.device_type == "cuda" else 60
+    steps = 1000 if ranks.device_type == "cuda" else 25
     results = ranks.run(life, exchange, method, steps, 0.0, timeout=280)
     assert results == [results[0]] * ranks.size
     assert (results[0][1] > 10) == (ranks.device_type == "cuda")
