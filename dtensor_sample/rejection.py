@@ -356,8 +356,9 @@ class RejectionSampler:
             self.method,
         )
         output = SamplerOutput.of_verified(plan.settle(result_QW))
+        output = report(output, row, plan)  # before what it tells of has changed counts
         plan.finish(output)
-        return report(output, row, plan)
+        return output
 
     def _one_hot(self, plan: ShardPlan, given: Sequence[bool] | None) -> list[bool]:
         """[B]: whether each request's q is its draft tokens themselves."""

@@ -71,5 +71,6 @@ class Sampler:
         """The third: results to every rank, in batch order; positions advance, drafts are void."""
         (drawn_R3, row), K = drawn, self.state.num_speculative_tokens
         output = SamplerOutput.of_drawn(plan.settle(drawn_R3), K)
+        output = report(output, row, plan)  # before what it tells of has changed counts
         plan.finish(output)
-        return report(output, row, plan)
+        return output

@@ -12,6 +12,7 @@ from dtensor_sample import (
     Sampler,
     SamplingParams,
     SamplingState,
+    logprobs,
     ops,
     sample,
 )
@@ -168,6 +169,42 @@ def test_bad_values(ranks, exchange):
     wanted = ([18, 0, 0, -1, 5, 5, -1], [1, 1, 1, 37, 0, 1, 0], [i in (3, 6) for i in range(7)])
     for got in ranks.run(bad_values, exchange):
         assert got == wanted
+
+
+def told(mesh, exchange: str, mode: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens under biases and penalties, what is told of them, and raw log-probabilities."""
+    B, V = 20, 23
+    state = SamplingState(
+        mesh, vocab_size=V, max_num_reqs=B, exchange=exchange, logprobs_mode=mode, seed=0
+    )
+    for slot in range(B):
+        params = SamplingParams(logprobs=0, logit_bias=TOLD_BIAS, presence_penalty=1.5)
+        state.add(slot, params, output_token_ids=[1, 2, 3])
+    plan = BatchSharder(state).plan(range(B))
+    rows = torch.randn(B, V, generator=torch.Generator().manual_seed(9)).to(mesh.device_type)
+    output = Sampler(state)(shard_vocab(plan.select(rows), mesh), plan)
+    assert output.logprobs is not None
+    raw = logprobs(shard_vocab(rows, mesh), output.token_ids[:, 0])
+    return output.token_ids[:, 0].cpu(), output.logprobs.token_logprobs[:, 0].cpu(), raw.cpu()
+
+
+TOLD_BIAS = {4: 3.0, 5: -2.0, 6: -INF}
+
+
+@worlds("cpu:2", "cuda:2")
+@pytest.mark.parametrize("exchange", ["batch", "vocab"])
+def test_what_is_told_of_edited_rows(ranks, exchange):
+    """Catches raw log-probabilities of edited values, and processed ones of raw values."""
+    tokens, found, raw = ranks.run(told, exchange, "raw_logprobs")[0]
+    assert torch.equal(found, raw)
+    tokens, found, raw = ranks.run(told, exchange, "processed_logprobs")[0]
+    rows = torch.randn(20, 23, generator=torch.Generator().manual_seed(9)).double()
+    for i, bias in TOLD_BIAS.items():
+        rows[:, i] += bias
+    rows[:, [1, 2, 3]] -= 1.5
+    wanted = rows.log_softmax(1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
+    assert not torch.equal(found, raw)
 
 
 def refusals(mesh) -> list[str]:
