@@ -10,6 +10,7 @@ from dtensor_sample.logprobs import logprobs
 from dtensor_sample.output import SamplerOutput, TokenLogprobs
 from dtensor_sample.params import BatchedParams, SamplingParams
 from dtensor_sample.plan import ShardPlan
+from dtensor_sample.process import Processor, RowContext, TokenBitmask
 from dtensor_sample.rejection import RejectionSampler
 from dtensor_sample.sampler import Sampler
 from dtensor_sample.sharder import BatchSharder
@@ -22,12 +23,15 @@ __all__ = [
     "Drafter",
     "GraphedStep",
     "NgramDrafter",
+    "Processor",
     "RejectionSampler",
+    "RowContext",
     "Sampler",
     "SamplerOutput",
     "SamplingParams",
     "SamplingState",
     "ShardPlan",
+    "TokenBitmask",
     "TokenLogprobs",
     "logprobs",
     "replicated",

@@ -37,16 +37,18 @@ def _range(low: int, high: int) -> str:
     return f"[{low}, 2**{bits})" if bits > 30 and high + 1 == 1 << bits else f"[{low}, {high}]"
 
 
-def real(name: str, value: object, high: float = math.inf) -> float:
-    """`value` as a finite float in [0, high]."""
-    expected = "a finite number >= 0" if high == math.inf else f"a number in [0, {high:g}]"
+def real(name: str, value: object, low: float = 0.0, high: float = math.inf) -> float:
+    """`value` as a finite float in [low, high]."""
+    expected = f"a number in [{low:g}, {high:g}]"
+    if high == math.inf:
+        expected = f"a finite number >= {low:g}"
     try:
         if isinstance(value, bool | np.bool_ | str | bytes):
             raise TypeError
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise ValueError(f"{name} must be {expected}, got {value!r}") from None
-    if not (math.isfinite(number) and 0 <= number <= high):
+    if not (math.isfinite(number) and low <= number <= high):
         raise ValueError(f"{name} must be {expected}, got {value!r}")
     return number
 

@@ -113,6 +113,7 @@ def cost_of(
     dtype: torch.dtype,
     *,
     sharded: bool = True,
+    value_dtype: torch.dtype | None = None,
 ) -> Cost:
     """The cost of sampling a token for each row of logits.
 
@@ -120,9 +121,10 @@ def cost_of(
     `batch` sends (P-1)/P * T * v logits and its share of 3 integers a row; `replicate` (P-1) * T *
     v logits; `vocab` no logit, but 2 + 16 integers a row to each other rank, 3 integers a row in a
     ring, and for top-k and for top-p one histogram of 256 integers a row per 8 bits of the logits'
-    dtype; or, if every request that filters has a top-k of at most n = 64 or 256, n + 1 numbers of
-    4 bytes a row to each other rank instead. If all requests are greedy, 2 of the 18 are enough.
-    Logits that are replicated already (`sharded` false) are not sent.
+    dtype (of float32 where biases or penalties change logits: `value_dtype`); or, if every request
+    that filters has a top-k of at most n = 64 or 256, n + 1 numbers of 4 bytes a row to each other
+    rank instead. If all requests are greedy, 2 of the 18 are enough. Logits that are replicated
+    already (`sharded` false) are not sent.
 
     `batch` takes 2 collectives, `replicate` too, and `vocab` 3, or 2 if all requests are greedy,
     and one more for each histogram or for the n + 1 numbers; on an axis of size 1 none does.
@@ -130,7 +132,7 @@ def cost_of(
     if shape.num_rows == 0:
         return Cost((), 0, 0)
     received, ops = _place(exchange, shape, vocab_size, dtype, sharded)
-    ops += _weigh(exchange, shape.rows, vocab_size, filters, dtype)
+    ops += _weigh(exchange, shape.rows, vocab_size, filters, value_dtype or dtype)
     ops += _settle(exchange, shape.num_rows * RESULT_COLUMNS)
     return Cost(tuple(ops), received, _scratch(exchange, shape.rows, filters))
 
@@ -166,6 +168,7 @@ def cost_of_verifying(
     filters: Filters,
     dtype: torch.dtype,
     *,
+    value_dtype: torch.dtype | None = None,
     draft_dtype: torch.dtype | None,
     method: str,
 ) -> Cost:
@@ -180,12 +183,13 @@ def cost_of_verifying(
     if shape.num_rows == 0:
         return Cost((), 0, 0)
     received, ops = _place(exchange, shape, vocab_size, dtype, True)
-    ops += _weigh(exchange, shape.rows, vocab_size, filters, dtype)
+    ops += _weigh(exchange, shape.rows, vocab_size, filters, value_dtype or dtype)
     scratch = _scratch(exchange, shape.rows, filters)
     if filters.drawn and shape.drafts > 0:
         drawn, P = draft_dtype is not None, exchange.axis.size
         if draft_dtype is not None:
-            ops += _weigh(exchange, shape.drafts, vocab_size, filters, draft_dtype)
+            values = value_dtype or draft_dtype
+            ops += _weigh(exchange, shape.drafts, vocab_size, filters, values)
             scratch += _scratch(exchange, shape.drafts, filters)
         residuals = shape.drafts if method == "block" else shape.requests
         columns = _columns(exchange, vocab_size)

@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from dtensor_sample import check
+from dtensor_sample.ops.edits import Edits
 from dtensor_sample.profile import profiled
 
 EXCHANGES = ("batch", "vocab", "replicate")
@@ -53,6 +54,20 @@ class Logits(NamedTuple):
     """[S] int64: the vocabulary id of each segment's first column."""
     rows_R: Tensor | None = None
     """[R] int64: the rows to read, -1 for a row without tokens; None: all N in order."""
+    edits: tuple[Tensor, ...] = ()
+    """What changes the values of the R rows where they are read: an `Edits`, or nothing."""
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """What holds every value exactly."""
+        rounded = bool(self.edits) and Edits(*self.edits).rounded
+        return torch.float32 if rounded else self.x_NSv.dtype
+
+    def at(self, index_Q: Tensor, wanted_Q: Tensor) -> "Logits":
+        """Row `index` for each of Q where it is wanted, a row without tokens elsewhere."""
+        row_Q = index_Q if self.rows_R is None else self.rows_R[index_Q]
+        edits = Edits(*self.edits).at(index_Q) if self.edits else ()
+        return Logits(self.x_NSv, self.first_id_S, torch.where(wanted_Q, row_Q, -1), edits)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,8 @@ class GraphedStep:
         self.state.agree(error)
         if lanes == 0:
             return self.fn(plan, *tensors)
-        kind = plan.structure, *((t.shape[1:], t.dtype) for t in tensors)
+        moved = self.state.slot_edits.version if plan.needs.edited else 0
+        kind = plan.structure, moved, *((t.shape[1:], t.dtype) for t in tensors)
         if kind not in self._inputs:
             self._inputs[kind] = _Inputs(plan, tensors)
         inputs = self._inputs[kind]

@@ -179,7 +179,7 @@ class _LogProbs(torch.autograd.Function):
         step = max(_CHUNK // columns, 1)
         for begin in range(0, len(local_Tv), step):
             part = slice(begin, begin + step)
-            x_Tv = values(local_Tv[part, None], first_id_1, None, ctx.vocab_size)[:, 0]
+            x_Tv = values(local_Tv[part, None], first_id_1, None, (), ctx.vocab_size)[:, 0]
             found_Tv = ops.log_probability(x_Tv, *(s[part] for s in share), ctx.vocab_size).exp()
             found_Tv *= -grad_TN[part].sum(1, keepdim=True)
             found_Tv.scatter_add_(1, column_TN[part].clamp(0, columns - 1), own_TN[part])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dtensor_sample import check
+from dtensor_sample.process import Processing
 from dtensor_sample.random import derive_seed
 
 CANDIDATES = (64, 256)
@@ -42,13 +43,14 @@ class Wants(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
+class SamplingParams(Processing):
     """What one request asks of the sampler.
 
-    Filters apply in this order: temperature, min-p, top-k, then top-p on what top-k left. Each
-    keeps every token whose logit is at or above one threshold, so tokens tied with the last one
-    kept are all kept. A request is greedy (largest logit, lowest id on ties) when `temperature <
-    1e-5`, `top_k == 1` or `top_p == 0`.
+    What `Processing` lists changes values first: biases, penalties, bans. Then filters apply in
+    this order: temperature, min-p, top-k, then top-p on what top-k left. Each keeps every token
+    whose value is at or above one threshold, so tokens tied with the last one kept are all kept. A
+    request is greedy (largest value, lowest id on ties) when `temperature < 1e-5`, `top_k == 1` or
+    `top_p == 0`.
 
     Raises:
         ValueError: a value out of range; the message names it and what was expected.
@@ -85,6 +87,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Normalise and validate every field."""
+        Processing.__post_init__(self)
         put = object.__setattr__
         put(self, "temperature", check.real("temperature", self.temperature))
         put(self, "top_k", check.integer("top_k", self.top_k))
@@ -230,6 +233,16 @@ class BatchedParams:
     """Which filters any of the requests uses."""
 
 
+def refuse_edits(params: Sequence[SamplingParams]) -> None:
+    """Raise ValueError if one asks for what is kept of a request from step to step."""
+    for i, p in enumerate(params):
+        if p.edited:
+            raise ValueError(
+                f"params[{i}] must have no bias, penalty, bad words or min_tokens, which need a "
+                f"SamplingState, got {p}"
+            )
+
+
 def batch_of(
     params: Sequence[SamplingParams],
     device: torch.device | str,
@@ -243,6 +256,7 @@ def batch_of(
                 "params must not ask for logprobs, logprob_token_ids, kept_capacity or entropy "
                 f"without a state, whose samplers tell them, got {p}"
             )
+    refuse_edits(params)
     rows = range(len(params)) if rows is None else rows
     table = [
         pack(p, derive_seed(base_seed, row, child=1) if p.seed is None else p.seed)

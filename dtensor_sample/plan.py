@@ -21,7 +21,9 @@ from dtensor_sample.cost import Cost, Shape, cost_of, cost_of_verifying, with_re
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.explain import Explanation, explain
 from dtensor_sample.layout import Layout, axis_index, check_dtype, layout_of
+from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams, Wants
+from dtensor_sample.process import Needs, TokenBitmask
 from dtensor_sample.state import Request, SamplingState
 from dtensor_sample.workload import Workload
 
@@ -74,6 +76,8 @@ class ShardPlan:
     """[B] how many draft tokens of each request had their logits kept when the plan was made."""
     packed: Tensor
     """All index tensors below, one after another: what a step uploads."""
+    needs: Needs
+    """What any of them asks of its values."""
     logits_indices: Tensor
     """[num_rows] int64: for each row of logits, its row of hidden states."""
     gathered_src_indices: Tensor
@@ -89,6 +93,8 @@ class ShardPlan:
     """[R] int64: each local row's slot."""
     row_offsets: Tensor
     """[R] int64: each local row's place in its request."""
+    row_numbers: Tensor
+    """[R] int64: each local row's place among all rows of the step, in batch order."""
     row_draft_rows: Tensor
     """[R] int64: the row of the draft cache for draft 0 of each local row's request; -1 for padding
     and where there is no room. Like `row_draft_steps` empty without speculative tokens."""
@@ -105,7 +111,7 @@ class ShardPlan:
         """All that decides which operations a step runs and the shapes of its tensors."""
         sizes = (self.capacity, self.num_rows, self.request_capacity, self.draft_capacity)
         told = (self.wants, self.told_rows if self.wants.logprobs else 0)
-        kinds = (self.filters, told, self.positions is None, any(self.draft_steps))
+        kinds = (self.filters, self.needs, told, self.positions is None, any(self.draft_steps))
         return self.exchange, sizes, len(self.batch_slots), kinds
 
     @property
@@ -118,6 +124,12 @@ class ShardPlan:
         sizes = [getattr(self, name).shape[0] for name in INDICES]
         fields = dict(zip(INDICES, packed.split(sizes), strict=True))
         return replace(self, packed=packed, positions=positions, **fields)
+
+    @property
+    def local(self) -> list[bool]:
+        """[B] whether this rank samples each request."""
+        batch, me = self.exchange.name == "batch", self.state.axis.rank
+        return [not batch or owner == me for owner in self.owners]
 
     def row_positions(self) -> Tensor:
         """[R] int64: position in its own sequence of the token that each local row emits."""
@@ -182,14 +194,16 @@ class ShardPlan:
         *,
         most_rows: int,
         error: ValueError | None = None,
+        mask: TokenBitmask | None = None,
         **replicated: object,
     ) -> Logits:
-        """Logits of the selected rows -> this rank's view of what it samples.
+        """Logits of the selected rows -> this rank's view of what it samples, not yet edited.
 
         Args:
             logits: DTensor [num_rows, V].
             state: the sampler's.
             most_rows: how many rows of a request the sampler can take.
+            mask: what the sampler was given, to be checked.
             error: what the sampler's other arguments were refused for, if they were.
             replicated: those arguments, for debug mode to compare.
 
@@ -200,13 +214,18 @@ class ShardPlan:
         layout = None
         try:
             layout = self._check(logits, state, most_rows)
+            if mask is not None:
+                check.instance("mask", mask, TokenBitmask).check(self)
         except ValueError as refused:
             error = refused
         given = (getattr(logits, name, None) for name in ("shape", "dtype", "placements"))
         rows = (self.num_logits, self.owners, self.capacity, self.num_rows)
         plan = (self.slots, self.exchange.name, rows)
+        if isinstance(mask, TokenBitmask):
+            replicated |= vars(mask)
         state.agree(error, plan=plan, positions=self.positions, logits=tuple(given), **replicated)
         assert layout is not None
+        state.slot_edits.learn(self.exchange, self._columns(layout))
         splits = [self.capacity] * state.axis.size
         return self.exchange.place(layout.local_Tv, splits, layout.width)
 
@@ -238,7 +257,12 @@ class ShardPlan:
                 f"logits must have shape [{self.num_rows}, V], one row for each that plan.select "
                 f"gives, got {[*layout.lead, logits.shape[-1]]}"
             )
+        state.slot_edits.check_columns(self, self._columns(layout))
         return layout
+
+    def _columns(self, layout: Layout) -> int:
+        """Columns of every vocabulary shard but shorter last ones."""
+        return layout.width or -(-layout.local_Tv.shape[1] // layout.axis.size)
 
     def settle(self, result_QW: Tensor) -> Tensor:
         """Results of the requests here, or of more rows -> [B, W] on every rank, in batch order."""
@@ -246,14 +270,11 @@ class ShardPlan:
         settled = self.exchange.settle(result_QW[:capacity], [capacity] * self.state.axis.size)
         return settled[self.gathered_src_indices]
 
-    def finish(self, num_sampled_B: Tensor) -> None:
-        """Note what was emitted: positions advance, unless the caller gave some; drafts are used.
-
-        Args:
-            num_sampled_B: [B] int64.
-        """
+    def finish(self, output: SamplerOutput) -> None:
+        """Note what was emitted: it counts; positions advance, unless given; drafts are used."""
+        self.state.slot_edits.emit(self, output.token_ids, output.num_sampled)
         if self.positions is None:
-            self.state.padded_positions.index_add_(0, self.batch_slots, num_sampled_B)
+            self.state.padded_positions.index_add_(0, self.batch_slots, output.num_sampled)
         self.state.on_host(self, _forget_drafts)
 
     def cost(
@@ -284,12 +305,20 @@ class ShardPlan:
         )
         method = method or ("block" if self.max_rows_per_request > 1 else None)
         how = (self.state.vocab_size, self.filters, dtype)
+        rounded = self.needs.rounded or bool(self.state.processors)
+        values = torch.float32 if rounded else None
         if method is None:
-            cost = cost_of(self.exchange, shape, *how)
+            cost = cost_of(self.exchange, shape, *how, value_dtype=values)
         else:
             K = self.state.num_speculative_tokens
             cost = cost_of_verifying(
-                self.exchange, shape, K, *how, draft_dtype=draft_dtype, method=method
+                self.exchange,
+                shape,
+                K,
+                *how,
+                value_dtype=values,
+                draft_dtype=draft_dtype,
+                method=method,
             )
         tokens = shape.holders * shape.requests * self.told_rows
         raw = self.state.logprobs_mode.startswith("raw")
@@ -354,6 +383,7 @@ INDICES = (
     "row_requests",
     "row_slots",
     "row_offsets",
+    "row_numbers",
     "row_draft_rows",
     "row_draft_steps",
     "asked",

@@ -25,6 +25,7 @@ from dtensor_sample.ops import ONE
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.plan import ShardPlan, check_plan
+from dtensor_sample.process import TokenBitmask, process
 from dtensor_sample.profile import profiled
 from dtensor_sample.random import COIN, RECOVERY, TARGET, scaled
 from dtensor_sample.report import report
@@ -82,7 +83,8 @@ class Places(NamedTuple):
     def args(self) -> tuple[Any, ...]:
         """The leading arguments of the residual ops."""
         p, q = self.p, self.q
-        draft = (q.logits.x_NSv, q.logits.rows_R, q.peak_R, q.floor_R, q.scale_R, q.total_R)
+        x_MSw, _, rows_G, edits = q.logits
+        draft = (x_MSw, rows_G, edits, q.peak_R, q.floor_R, q.scale_R, q.total_R)
         return (*p.args, p.total_R, self.ratio_G, *draft, self.one_hot_G)
 
     def spare(self, where: Exchange, V: int) -> Tensor:
@@ -216,7 +218,7 @@ def _compare(
     row_G, token_G = drafts.row_G.clamp(min=0), drafts.listed(drafts.token_QK)
     p_G = p.at(row_G, drafts.listed(usable_QK.to(torch.int64)) > 0)
     if drafts.logits is None:
-        x_NSv, first_id_S, _ = p.logits
+        x_NSv, first_id_S = p.logits[:2]
         nothing = Logits(x_NSv[:1, :1, :1], first_id_S[:1], torch.full_like(row_G, -1))
         q_G = p_G._replace(logits=nothing, mass_RPC=torch.zeros_like(p_G.mass_RPC))
         one_hot_G = token_G
@@ -290,6 +292,7 @@ class RejectionSampler:
         draft_token_ids: Tensor | Sequence[Sequence[int]],
         *,
         one_hot: Sequence[bool] | None = None,
+        mask: TokenBitmask | None = None,
     ) -> SamplerOutput:
         """Tokens for the logits of the rows that `plan.select` gave; every rank must call this.
 
@@ -302,6 +305,7 @@ class RejectionSampler:
                 had no more drafts, and so does the first whose draft logits were not kept.
             one_hot: [B] on the host, whether each request's drafts were chosen rather than drawn.
                 By default those are drawn that `DraftSampler` drew since the last step.
+            mask: what a grammar allows in each row.
 
         Returns:
             In batch order, with num_rejected = rows - 1 - accepted. The drafts that the state kept
@@ -324,15 +328,26 @@ class RejectionSampler:
             state,
             most_rows=state.num_speculative_tokens + 1,
             error=error,
+            mask=mask,
             draft_token_ids=drafts_BK,
             one_hot=one_hot_B,
             method=self.method,
         )
+        if mask is not None:
+            drafts_BK = mask.acceptable(drafts_BK)
+        drafts = self._grid(target, plan, drafts_BK, one_hot_B)
+        target = process(target, plan, drafts_BK=drafts_BK, count_R=plan.row_offsets, mask=mask)
+        if drafts.logits is not None:
+            row_G = drafts.row_G.clamp(min=0)
+            drawn_from = process(
+                drafts.logits, plan, drafts_BK=drafts_BK, count_R=plan.row_offsets, index_G=row_G
+            )
+            drafts = drafts._replace(logits=drawn_from)
         filters = plan.filters.coarse if self.compiled else plan.filters
         run = self._verify if plan.slots else verify  # no rows: nothing worth compiling
         result_QW, row = run(
             target,
-            self._grid(target, plan, drafts_BK, one_hot_B),
+            drafts,
             plan.row_params(),
             plan.row_positions(),
             filters,
@@ -341,8 +356,9 @@ class RejectionSampler:
             self.method,
         )
         output = SamplerOutput.of_verified(plan.settle(result_QW))
-        plan.finish(output.num_sampled)
-        return report(output, row, plan)
+        output = report(output, row, plan)  # before what it tells of has changed counts
+        plan.finish(output)
+        return output
 
     def _one_hot(self, plan: ShardPlan, given: Sequence[bool] | None) -> list[bool]:
         """[B]: whether each request's q is its draft tokens themselves."""

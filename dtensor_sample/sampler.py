@@ -8,6 +8,7 @@ from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.plan import ShardPlan, check_plan
+from dtensor_sample.process import TokenBitmask, process
 from dtensor_sample.profile import profiled
 from dtensor_sample.random import TARGET
 from dtensor_sample.report import report
@@ -40,16 +41,22 @@ class Sampler:
         compiled = torch.compile(draw, fullgraph=True, dynamic=True)
         self._draw = profiled("draw")(compiled) if compile else draw
 
-    def __call__(self, logits: Tensor, plan: ShardPlan) -> SamplerOutput:
+    def __call__(
+        self, logits: Tensor, plan: ShardPlan, *, mask: TokenBitmask | None = None
+    ) -> SamplerOutput:
         """Tokens of selected rows from logits, a DTensor [num_rows, V]; every rank must call this.
 
-        Raises ValueError, before any collective, for a stale plan or logits that are not its own.
+        Raises ValueError, before any collective, for a stale plan, or logits or a grammar's mask
+        that are not its own.
         """
-        return self.gather(self.draw(self.exchange(logits, plan), plan), plan)
+        return self.gather(self.draw(self.exchange(logits, plan, mask=mask), plan), plan)
 
-    def exchange(self, logits: Tensor, plan: ShardPlan) -> Logits:
+    def exchange(
+        self, logits: Tensor, plan: ShardPlan, *, mask: TokenBitmask | None = None
+    ) -> Logits:
         """The first of three steps: logits [num_rows, V] to where they are sampled."""
-        return check_plan(plan, self.state).place(logits, self.state, most_rows=1)
+        rows = check_plan(plan, self.state).place(logits, self.state, most_rows=1, mask=mask)
+        return process(rows, plan, mask=mask)
 
     def draw(self, rows: Logits, plan: ShardPlan) -> tuple[Tensor, Weighed]:
         """The second: the tokens of the rows here, and what they were drawn from."""
@@ -64,5 +71,6 @@ class Sampler:
         """The third: results to every rank, in batch order; positions advance, drafts are void."""
         (drawn_R3, row), K = drawn, self.state.num_speculative_tokens
         output = SamplerOutput.of_drawn(plan.settle(drawn_R3), K)
-        plan.finish(output.num_sampled)
-        return report(output, row, plan)
+        output = report(output, row, plan)  # before what it tells of has changed counts
+        plan.finish(output)
+        return output

@@ -20,6 +20,7 @@ from dtensor_sample.exchange import WHOLE, check_exchange, exchange_of
 from dtensor_sample.layout import check_dtype
 from dtensor_sample.params import Filters, SamplingParams, Wants, filters_of, wants_of
 from dtensor_sample.plan import INDICES, ShardPlan
+from dtensor_sample.process import needs_of
 from dtensor_sample.profile import profiled
 from dtensor_sample.state import SamplingState
 
@@ -38,8 +39,8 @@ def assign_owners(
 ) -> list[int]:
     """The rank that samples each request.
 
-    A request whose drafts are kept on some rank stays there. The others go by the policy, in batch
-    order, but never to a rank without room to keep their drafts while another has some.
+    A request of which some rank keeps drafts, biases or counts stays there. The others go by the
+    policy, in batch order, but never to a rank without room to keep theirs while another has some.
 
     Args:
         policy: "balanced": the rank with the fewest rows, ties to the lowest. "slot": slot % P.
@@ -47,7 +48,7 @@ def assign_owners(
         slots: [B], each request's slot.
         rows: [B], its rows of logits.
         pinned: [B], the rank that it is bound to, if any.
-        room: [P], of how many more requests each rank can keep drafts.
+        room: [P], of how many more requests each rank can keep what it must.
     """
     ranks, chunk = len(room), -(-len(slots) // len(room))
     load, room = [0] * ranks, list(room)
@@ -128,6 +129,7 @@ class BatchSharder:
         self.state.agree(error, **self._replicated(plan))
         assert plan is not None
         self.state.upload()
+        self.state.slot_edits.settle(plan)
         return plan
 
     def _replicated(self, plan: ShardPlan | None) -> dict[str, object]:
@@ -166,8 +168,9 @@ class BatchSharder:
         params = [state.request(slot).params for slot in slots]
         filters, wants = filters_of(params), wants_of(params, state.vocab_size)
         name = self._named(exchange_name, capacity)
-        pinned = [state.drafts.pinned(slot, name) for slot in slots]
-        owners = assign_owners(self.owners, slots, rows, pinned, state.drafts.room())
+        state.slot_edits.check_exchange(slots, name)
+        pinned = [state.pinned(slot, name) for slot in slots]
+        owners = assign_owners(self.owners, slots, rows, pinned, state.room())
         slots_B, rows_B, owners_B = (np.array(a, dtype=np.int64) for a in (slots, rows, owners))
         rows_P = np.bincount(owners_B, rows_B, axis.size).astype(np.int64)
         by_owners, by_all = (shape_of(b, axis.size, rows_B, owners_B) for b in (True, False))
@@ -224,6 +227,7 @@ class BatchSharder:
             "row_requests": request_T[mine],
             "row_slots": slots_B[request_T[mine]],
             "row_offsets": offset_T[mine],
+            "row_numbers": mine,
             "row_draft_rows": np.where(real_R, block_R * K, -1) if K else block_R[:0],
             "row_draft_steps": steps_R if K else steps_R[:0],
             "asked": _asked(params, wants, lanes),
@@ -251,6 +255,7 @@ class BatchSharder:
             max_rows_per_request=max(rows, default=0),
             filters=filters,
             wants=wants,
+            needs=needs_of(params, state.processors),
             draft_blocks=blocks,
             draft_steps=steps,
             packed=packed,

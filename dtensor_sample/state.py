@@ -23,6 +23,7 @@ from dtensor_sample.draft.cache import DraftCache
 from dtensor_sample.exchange import EXCHANGES, WHOLE, Axis, check_exchange
 from dtensor_sample.params import Filters, RowParams, SamplingParams, pack
 from dtensor_sample.predict import constants_of
+from dtensor_sample.process import Processor, SlotEdits, per_token
 from dtensor_sample.random import derive_seed
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class SamplingState:
             log-probabilities.
         seed: base seed in [0, 2**64) of requests without one; drawn at random by default. On a mesh
             with data-parallel axes too, every row of ranks needs a base seed of its own.
+        processors: what changes values in ways of its own, for every request (see `Processor`).
         debug: compare across ranks, at every step, what must be replicated, and name the rank that
             differs, at the price of small collectives and a host sync a step. None: the environment
             variable DTENSOR_SAMPLE_DEBUG.
@@ -84,6 +86,7 @@ class SamplingState:
         exchange: str = "auto",
         logprobs_mode: str = "raw_logprobs",
         seed: int | None = None,
+        processors: Sequence[Processor] = (),
         debug: bool | None = None,
     ) -> None:
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
@@ -124,6 +127,16 @@ class SamplingState:
         self.needs_whole_rows: str | None = None
         """Why steps of this state need whole rows, if they do: said to who asks for "vocab", which
         "auto" then does not take."""
+        self.slot_edits = SlotEdits(
+            self.axis,
+            self.device,
+            num_slots=self.max_num_reqs,
+            K=self.num_speculative_tokens,
+            vocab_size=self.vocab_size,
+        )
+        """What requests ask of their values."""
+        self.processors = tuple(processors)
+        self._check_processors()
         self._requests: dict[int, Request] = {}
         self._staged: dict[int, tuple[int, ...]] = {}
         self._unseeded = 0
@@ -155,6 +168,7 @@ class SamplingState:
         params: SamplingParams,
         *,
         prompt_token_ids: Sequence[int] = (),
+        output_token_ids: Sequence[int] = (),
         position: int | None = None,
     ) -> None:
         """Admit a request into an empty slot.
@@ -163,7 +177,8 @@ class SamplingState:
             slot: in [0, max_num_reqs).
             params: what it asks for.
             prompt_token_ids: its prompt, ids in [0, vocab_size).
-            position: of its next token in its own sequence; by default after the prompt.
+            output_token_ids: what it has emitted already, if it is resumed.
+            position: of its next token in its own sequence; by default after those.
 
         Raises:
             ValueError: bad arguments or a slot in use. Nothing changes.
@@ -175,7 +190,14 @@ class SamplingState:
         ids = params.logprob_token_ids
         check.integers("logprob_token_ids", ids, None, 0, self.vocab_size - 1)
         prompt = check.integers("prompt_token_ids", prompt_token_ids, None, 0, self.vocab_size - 1)
-        start = len(prompt) if position is None else position
+        output = check.integers("output_token_ids", output_token_ids, None, 0, self.vocab_size - 1)
+        params.check_ids(self.vocab_size)
+        if self.processors and params.wants.logprobs and self.logprobs_mode.startswith("raw"):
+            raise ValueError(
+                'logprobs_mode must be a "processed" one to tell logprobs with custom processors, '
+                f"which keep no raw logits, got {self.logprobs_mode!r}"
+            )
+        start = len(prompt) + len(output) if position is None else position
         start = check.integer("position", start, 0, check.INT64_MAX)
         seed = params.seed
         if seed is None:
@@ -184,6 +206,9 @@ class SamplingState:
         self._requests[slot] = Request(params, seed, start)
         self.version += 1
         self._staged[slot] = (*pack(params, seed), start)
+        self.slot_edits.admit(slot, params, prompt, output)
+        if params.wide and self.bound_exchange is None:
+            self.expect_drafts()
 
     def remove(self, slot: int) -> None:
         """Free a slot; ValueError if no request is in it."""
@@ -193,6 +218,7 @@ class SamplingState:
         self._staged.pop(slot, None)
         self.version += 1
         self.drafts.forget([slot])
+        self.slot_edits.remove(slot)
 
     def request(self, slot: int) -> "Request":
         """The request in a slot; ValueError if it holds none."""
@@ -203,7 +229,7 @@ class SamplingState:
     @property
     def bound_exchange(self) -> str | None:
         """What "auto" has to be, since wide state lies or will lie by it; None: it is free."""
-        return self.drafts.exchange or self.drafts.expected
+        return self.slot_edits.exchange or self.drafts.exchange or self.drafts.expected
 
     @property
     def possible_exchanges(self) -> tuple[str, ...]:
@@ -211,7 +237,7 @@ class SamplingState:
         return EXCHANGES if self.needs_whole_rows is None else WHOLE
 
     def expect_drafts(self) -> None:
-        """Settle where "auto" puts draft logits: on 1/P of the memory, as suits a full state."""
+        """Settle where "auto" puts wide state: on 1/P of the memory, as suits a full state."""
         K, P = self.num_speculative_tokens, self.axis.size
         rows_B = [K + 1] * self.max_num_reqs
         owners_B = [slot % P for slot in range(self.max_num_reqs)]
@@ -232,7 +258,20 @@ class SamplingState:
     def digest(self, slots: Sequence[int]) -> object:
         """What must be the same on every rank about the requests of `slots`."""
         requests = [self._requests.get(slot) for slot in slots]
-        return requests, self.drafts.digest(slots), self._base_seed, self._unseeded
+        kept = self.drafts.digest(slots), self.slot_edits.digest(slots)
+        return requests, kept, self._base_seed, self._unseeded
+
+    def pinned(self, slot: int, exchange: str | None) -> int | None:
+        """The rank that must sample a slot, since it keeps something of it; None: any will do."""
+        owner = self.slot_edits.pinned(slot, exchange)
+        return self.drafts.pinned(slot, exchange) if owner is None else owner
+
+    def room(self) -> list[int]:
+        """Of how many more requests each rank can keep drafts, biases and counts."""
+        room = self.drafts.room()
+        for slot, owner in self.slot_edits.owners().items():
+            room[owner] -= not self.drafts.keeps(slot)
+        return room
 
     def upload(self) -> None:
         """Bring the device up to date with `add`: one copy, and none when nothing was added."""
@@ -242,6 +281,17 @@ class SamplingState:
             self.params_table.index_copy_(0, staged[:, 0], staged[:, 1:-1])
             self.positions.index_copy_(0, staged[:, 0], staged[:, -1])
             self._staged.clear()
+
+    def _check_processors(self) -> None:
+        for i, processor in enumerate(self.processors):
+            if not callable(processor):
+                raise ValueError(f"processors[{i}] must be callable, got {processor!r}")
+        if not all(map(per_token, self.processors)):
+            self.needs_whole_rows = "a processor has no attribute per_token of True"
+            if self.exchange == "vocab":
+                raise ValueError(
+                    f'exchange must be one of {WHOLE}, got "vocab": {self.needs_whole_rows}'
+                )
 
     def on_host(self, plan: "ShardPlan", act: "HostPart") -> None:
         """Do what a step does besides launching kernels: now, or at every replay of its graph."""

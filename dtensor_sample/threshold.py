@@ -50,7 +50,7 @@ def threshold(
 
     def select(target_of: Callable[[Tensor], Tensor], *, weighted: bool) -> Tensor:
         """The largest value such that tokens at or above it amount to the target."""
-        levels = LEVELS[logits.x_NSv.dtype]
+        levels = LEVELS[logits.value_dtype]
         prefix_R = torch.zeros_like(top_k_R)
         target_R, above_R = prefix_R, prefix_R
         for level in range(levels):

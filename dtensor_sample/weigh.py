@@ -5,7 +5,8 @@ kept, the temperature, and the mass that the kept tokens weigh: a few numbers a 
 order. Weights themselves are never stored; the ops compute them where they read the logits.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Weighed(NamedTuple):
     """int64, NaN logits of each row."""
 
     @property
-    def args(self) -> tuple[Tensor | None, ...]:
+    def args(self) -> tuple[Any, ...]:
         """The leading arguments of every op that weighs tokens."""
         return (*self.logits, self.peak_R, self.floor_R, self.scale_R)
 
@@ -59,10 +60,8 @@ class Weighed(NamedTuple):
 
     def at(self, index_Q: Tensor, wanted_Q: Tensor) -> "Weighed":
         """Row `index` for each of Q where it is wanted, a row without tokens elsewhere."""
-        x_NSv, first_id_S, rows_R = self.logits
-        row_Q = index_Q if rows_R is None else rows_R[index_Q]
-        logits = Logits(x_NSv, first_id_S, torch.where(wanted_Q, row_Q, -1))
-        return Weighed(logits, *(field[index_Q] for field in self[1:]))
+        rows = self.logits.at(index_Q, wanted_Q)
+        return Weighed(rows, *(field[index_Q] for field in self[1:]))
 
 
 @profiled("threshold")
@@ -115,6 +114,7 @@ def whole(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     scale_R: Tensor,
     min_p_R: Tensor,
     top_k_R: Tensor,
@@ -129,6 +129,7 @@ def whole(
         x_NSv: [N, S, v] logits, see `Logits`.
         first_id_S: [S] int64.
         rows_R: [R] int64 or None.
+        edits: of the R rows, see `Edits`, or none.
         scale_R: [R] float32, see `RowParams`.
         min_p_R: [R] float32.
         top_k_R: [R] int64.
@@ -143,7 +144,8 @@ def whole(
     """
     filters = Filters(filter_top_k, filter_top_p, drawn=True)
     shape = (scale_R, min_p_R, top_k_R, top_p_R)
-    return _stages(Logits(x_NSv, first_id_S, rows_R), *shape, filters, HERE, vocab_size)
+    logits = Logits(x_NSv, first_id_S, rows_R, tuple(edits))
+    return _stages(logits, *shape, filters, HERE, vocab_size)
 
 
 @whole.register_fake
@@ -151,6 +153,7 @@ def _(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     scale_R: Tensor,
     min_p_R: Tensor,
     top_k_R: Tensor,

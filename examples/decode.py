@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from display import Display, open_display, print_summary
 from drafters import ModelDrafter
+from grammar import Grammar
 from llama import Batch, Llama, load_llama
 from meter import Meter
 from options import parse_arguments
@@ -64,6 +65,19 @@ def main() -> None:
         requests = make_requests(args, checkpoint)
         longest = max(len(request.prompt_token_ids) for request in requests) + args.max_new_tokens
         greedy = all(request.params.greedy for request in requests)
+        grammar = None
+        if args.json_schema is not None or args.regex is not None:
+            grammar = Grammar(
+                checkpoint.tokenizer,
+                checkpoint.config.vocab_size,
+                json_schema=args.json_schema,
+                regex=args.regex,
+            )
+        if args.compare and (grammar or any(request.params.edited for request in requests)):
+            raise ValueError(
+                "--compare needs texts without grammar, penalties and --min-tokens: what is kept "
+                "for those lies where one exchange has it"
+            )
         draft_checkpoint = None
         if args.draft_model is not None:
             draft_checkpoint = open_checkpoint(args.draft_model)
@@ -105,7 +119,7 @@ def main() -> None:
     settings = {
         "mesh": mesh,
         "max_new_tokens": args.max_new_tokens,
-        "eos_token_ids": checkpoint.tokenizer.eos_token_ids,
+        "eos_token_ids": checkpoint.tokenizer.eos_token_ids.union(args.stop_token_id),
     }
     load_seconds = perf_counter() - started
 
@@ -116,6 +130,7 @@ def main() -> None:
             requests,
             sampler,
             drafter=drafter,
+            grammar=grammar,
             compare=args.compare,
             meter=meter,
             display=display,
@@ -169,6 +184,7 @@ def decode(
     eos_token_ids: frozenset[int],
     meter: Meter,
     drafter: Drafter | None = None,
+    grammar: Grammar | None = None,
     compare: bool = False,
     display: Display | None = None,
 ) -> None:
@@ -188,6 +204,8 @@ def decode(
             slot, request = heapq.heappop(free), waiting.popleft()
             state.add(slot, request.params, prompt_token_ids=request.prompt_token_ids)
             running[slot] = request
+            if grammar is not None:
+                grammar.begin(slot)
             display.begin(request.index, request.prompt)
 
         meter.start()
@@ -223,11 +241,15 @@ def decode(
             meter.lap("compare")
         logits = model.lm_head(plan.select(hidden))
         meter.lap("model")
+        mask = None
+        if grammar is not None:
+            mask = grammar.mask(slots, drafts)
+            meter.lap("grammar")
         if isinstance(sampler, RejectionSampler):
-            output = sampler(logits, plan, drafts, one_hot=one_hot)
+            output = sampler(logits, plan, drafts, one_hot=one_hot, mask=mask)
             meter.lap("verify")
         else:
-            rows = sampler.exchange(logits, plan)
+            rows = sampler.exchange(logits, plan, mask=mask)
             meter.lap("exchange")
             drawn = sampler.draw(rows, plan)
             meter.lap("draw")
@@ -235,25 +257,28 @@ def decode(
             meter.lap("gather")
         token_ids = output.token_ids.tolist()
         drawn_drafts = any(own and not hot for own, hot in zip(drafts, one_hot, strict=True))
-        meter.stop(plan, sharder, sampler, logits.dtype, one_hot=not drawn_drafts)
+        meter.stop(plan, sampler, logits.dtype, one_hot=not drawn_drafts)
 
         for i, (slot, request, own, ids) in enumerate(
             zip(slots, step_requests, drafts, token_ids, strict=True)
         ):
             new = [token_id for token_id in ids if token_id >= 0]
             if not new:
-                raise RuntimeError(f"prompt {request.index}: the model's logits are not numbers")
+                raise RuntimeError(f"prompt {request.index}: no token is left to choose")
             if not request.token_ids:
                 request.first_token_seconds = perf_counter() - started
-            kept = request.take(new, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
+            kept, pieces = request.take(
+                new, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids
+            )
             meter.count(len(kept), drafted=len(own), accepted=len(new) - 1)
             if output.logprobs is not None:
                 request.tell(output.logprobs, i, len(kept))
             told: Sequence[float | None] = request.logprobs[-len(kept) :] or [None] * len(kept)
-            for token_id, logprob in zip(kept, told, strict=True):
-                display.write(request.index, request.stream.push(token_id), logprob)
+            for piece, logprob in zip(pieces, told, strict=True):
+                display.write(request.index, piece, logprob)
+            if grammar is not None and not request.finish_reason:
+                grammar.take(slot, kept)
             if request.finish_reason:
-                display.write(request.index, request.stream.finish(request.token_ids))
                 display.end(request.index)
                 state.remove(slot)
                 heapq.heappush(free, slot)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtensor_sample import BatchSharder, RejectionSampler, Sampler, ShardPlan
+from dtensor_sample import RejectionSampler, Sampler, ShardPlan
 
 
 class Meter:
@@ -40,7 +40,6 @@ class Meter:
     def stop(
         self,
         plan: ShardPlan,
-        sharder: BatchSharder,
         sampler: Sampler | RejectionSampler,
         dtype: torch.dtype,
         *,
@@ -62,8 +61,10 @@ class Meter:
         self._logits_bytes = max(self._logits_bytes, cost.buffer_bytes)
         if sum(plan.num_logits) > self._most_rows:
             self._most_rows = sum(plan.num_logits)
-            replicated = sharder.plan(plan.slots, plan.num_logits, exchange="replicate")
-            self._replicated_bytes = replicated.cost(dtype).buffer_bytes
+            ranks = plan.state.axis.size
+            columns = -(-plan.state.vocab_size // ranks)
+            everything = self._most_rows * ranks * columns * dtype.itemsize
+            self._replicated_bytes = everything if ranks > 1 else 0
 
     def count(self, tokens: int, *, drafted: int = 0, accepted: int = 0) -> None:
         """A request's share of a step: `tokens` of text, and how many drafts were accepted."""

@@ -82,6 +82,56 @@ def parse_arguments() -> argparse.Namespace:
         help="tell how likely each token was, and the N likeliest in its place: by colours on a "
         "terminal, as numbers with --json",
     )
+    add(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="make tokens of the prompt and the text less likely (default: 1, off)",
+    )
+    add(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="subtract X from the logits of tokens of the text (default: 0)",
+    )
+    add(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="subtract X as often as the text has a token (default: 0)",
+    )
+    add(
+        "--min-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of a text before one may end it (default: 0)",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a text before this; may be given again",
+    )
+    add(
+        "--stop-token-id",
+        type=int,
+        action="append",
+        default=[],
+        metavar="ID",
+        help="end a text after this token; may be given again",
+    )
+    add(
+        "--json-schema",
+        type=Path,
+        metavar="FILE",
+        help="texts are JSON by this schema (needs llguidance)",
+    )
+    add("--regex", metavar="REGEX", help="texts match this (needs llguidance)")
     add("--seed", type=int, metavar="N", help="same seed, same text (default: a random one)")
     add(
         "--exchange",
@@ -137,6 +187,10 @@ def parse_arguments() -> argparse.Namespace:
         help="print one JSON object on stdout and everything else on stderr",
     )
     args = parser.parse_args()
+    if "" in args.stop:
+        parser.error("--stop must not be empty")
+    if args.json_schema is not None and args.regex is not None:
+        parser.error("--json-schema and --regex exclude each other")
     if (args.speculate == "draft") != (args.draft_model is not None):
         parser.error("--speculate draft and --draft-model need each other")
     for name in ("num_speculative_tokens", "method"):

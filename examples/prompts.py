@@ -61,17 +61,20 @@ class Request:
 
     def take(
         self, token_ids: Sequence[int], *, max_new_tokens: int, eos_token_ids: frozenset[int]
-    ) -> Sequence[int]:
-        """Append new tokens, up to one that ends the text; return those appended."""
+    ) -> tuple[Sequence[int], list[str]]:
+        """Append new tokens, up to one that ends the text; return those, and what each shows."""
+        pieces = []
         for i, token_id in enumerate(token_ids):
             self.token_ids.append(token_id)
-            if token_id in eos_token_ids:
+            pieces.append(self.stream.push(token_id))
+            if token_id in eos_token_ids or self.stream.stopped:
                 self.finish_reason = "stop"
             elif len(self.token_ids) == max_new_tokens:
                 self.finish_reason = "length"
             if self.finish_reason:
-                return token_ids[: i + 1]
-        return token_ids
+                pieces[-1] += self.stream.finish(self.token_ids)
+                return token_ids[: i + 1], pieces
+        return token_ids, pieces
 
     def tell(self, told: TokenLogprobs, index: int, count: int) -> None:
         """Keep what was told of the last `count` tokens, those of request `index` of a step."""
@@ -104,6 +107,7 @@ def make_requests(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Requ
         if not prompts:
             raise ValueError(f"no prompt in {args.prompt_file}")
     prompts = prompts or PROMPTS
+    stop_token_ids = checkpoint.tokenizer.eos_token_ids.union(args.stop_token_id)
     params = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -111,6 +115,11 @@ def make_requests(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Requ
         min_p=args.min_p,
         seed=args.seed,
         logprobs=args.logprobs,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        min_tokens=args.min_tokens,
+        stop_token_ids=sorted(stop_token_ids),
     ).spawn(len(prompts))
     limit = checkpoint.config.max_positions
     requests = []
@@ -129,7 +138,7 @@ def make_requests(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Requ
                 prompt=prompt,
                 prompt_token_ids=token_ids,
                 params=params[i],
-                stream=checkpoint.tokenizer.stream(),
+                stream=checkpoint.tokenizer.stream(args.stop),
             )
         )
     return requests

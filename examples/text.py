@@ -54,9 +54,9 @@ class ChatTokenizer:
         """The text of `token_ids`, without special tokens."""
         return self.tokenizer.decode(token_ids)
 
-    def stream(self) -> "TextStream":
-        """A text that grows token by token."""
-        return TextStream(self.tokenizer)
+    def stream(self, stops: Sequence[str] = ()) -> "TextStream":
+        """A text that grows token by token, and ends before the first of `stops`."""
+        return TextStream(self.tokenizer, stops)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
@@ -141,23 +141,44 @@ class ChatTokenizer:
 
 
 class TextStream:
-    """The text of one request: whole characters only, until `finish`."""
+    """The text of one request: whole characters only, until `finish`.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    What may become one of `stops` is held back until it is clear whether it does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self.text = ""
-        self._tokenizer = tokenizer
+        self.stopped = False
+        """Whether one of `stops` came; the text ends before it."""
+        self._tokenizer, self._stops = tokenizer, stops
         self._stream = DecodeStream(skip_special_tokens=True)
+        self._shown = 0
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that became complete, perhaps none."""
-        piece = self._stream.step(self._tokenizer, token_id) or ""
-        self.text += piece
-        return piece
+        """Add a token; return the text that became certain, perhaps none."""
+        self.text += self._stream.step(self._tokenizer, token_id) or ""
+        self._stop()
+        held = 0 if self.stopped else max(map(self._begun, self._stops), default=0)
+        return self._piece(len(self.text) - held)
 
     def finish(self, token_ids: Sequence[int]) -> str:
         """Return what the text of all tokens has beyond the pieces: a character cut short."""
-        text = self._tokenizer.decode(token_ids)
-        piece, self.text = text[len(self.text) :], text
+        if not self.stopped:
+            self.text = self._tokenizer.decode(token_ids)
+            self._stop()
+        return self._piece(len(self.text))
+
+    def _stop(self) -> None:
+        found = [at for stop in self._stops if (at := self.text.find(stop)) >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+
+    def _begun(self, stop: str) -> int:
+        """How many characters of `stop` end the text."""
+        return max((n for n in range(len(stop)) if self.text.endswith(stop[:n])), default=0)
+
+    def _piece(self, end: int) -> str:
+        piece, self._shown = self.text[self._shown : end], max(self._shown, end)
         return piece
 
 

@@ -82,7 +82,12 @@ def _row(rng: np.random.Generator, kind: str, size: int) -> np.ndarray:
 ROW_KINDS = (*["normal"] * 4, "wide", "tied", "flat", "masked", "nan", "infinite", "dead")
 
 
-GREEDY = ({"temperature": 0.0}, {"temperature": 9e-6}, {"top_k": 1}, {"top_p": 0.0})
+GREEDY: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 9e-6},
+    {"top_k": 1},
+    {"top_p": 0.0},
+)
 
 
 def random_params(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dtensor_sample import ops, weigh
+from dtensor_sample.ops.edits import Edits
 from dtensor_sample.ops.kernels import kernel_of
 
 FILTERS = ((False, False), (True, False), (False, True), (True, True))
@@ -32,6 +33,8 @@ class Case:
     """plain, buffer ([S, N, v] seen as [N, S, v]), wide (rows padded) or strided (columns)."""
     chosen: tuple[int, ...] | None = None
     """Rows to read; -1 for a row without tokens."""
+    edited: str = ""
+    """What changes values: any of bias, counts, bans, mask; in all rows but the second."""
 
     def logits(self, device: str) -> tuple[Tensor, Tensor, Tensor | None, int]:
         """x_NSv, first_id_S, rows_R, vocab_size."""
@@ -52,6 +55,54 @@ class Case:
             else torch.tensor(self.chosen, dtype=torch.int64, device=device)
         )
         return x_NSv, first_id_S, rows_R, self.V
+
+    def edits(self, device: str, rows: int, K: int = 2) -> tuple[Tensor, ...]:
+        """What `edited` says, of some rows."""
+        if not self.edited:
+            return ()
+        generator = torch.Generator().manual_seed(7)
+        M, W, words = rows + 1, self.V, (self.V - 9) // 32
+
+        def integers(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high, shape, generator=generator)
+
+        # The first of a vocabulary's ids are in every text, since rows peak anywhere.
+        counts_MW = integers(0, 3, M, W) * (integers(0, 3, M, W) == 0)
+        counts_MW |= (integers(0, 3, M, W) == 0).long() << 30
+        bias_MW = torch.randn(M, W, generator=generator) * 3
+        bias_MW[integers(0, 9, M, W) == 0] = -torch.inf
+        bias_MW[:, ::97] = 3e38
+        rates_R3 = torch.rand(rows, 3, generator=generator) * 2 + 0.1
+        mask_GX = integers(-(1 << 31), 1 << 31, M, words).int()
+        nothing = torch.empty(0, 0)
+        edits = Edits(
+            row_R=torch.arange(rows).masked_fill(torch.arange(rows) == 1, -1),
+            table_E=torch.randperm(M, generator=generator)[:rows],
+            rates_E3=rates_R3,
+            drafts_EK=integers(-1, W, rows, K),
+            banned_EB=integers(-1, W, rows, 3)
+            if "bans" in self.edited
+            else integers(0, 1, rows, 0),
+            mask_E=integers(-1, M, rows),
+            bias_MW=bias_MW if "bias" in self.edited else nothing,
+            counts_MW=counts_MW.int() if "counts" in self.edited else nothing.int(),
+            mask_GX=mask_GX if "mask" in self.edited and words > 0 else nothing.int(),
+            mask_id_1=torch.zeros(1, dtype=torch.int64),
+        )
+        return tuple(x.to(device) for x in edits)
+
+    def shard(self, edits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The edits of the last segment alone, as a rank that holds no other has them."""
+        if not edits:
+            return ()
+        of, first = Edits(*edits), (self.S - 1) * self.v
+        word = first // 32
+        return of._replace(
+            bias_MW=of.bias_MW[:, first:],
+            counts_MW=of.counts_MW[:, first:],
+            mask_GX=of.mask_GX[:, word:],
+            mask_id_1=of.mask_id_1 + word * 32,
+        )
 
 
 def row(kind: str, size: int, generator: torch.Generator) -> Tensor:
@@ -118,7 +169,7 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
     """Names of the results in which a kernel differs from its twin, which runs on the CPU."""
 
     def compare(name: str, op, *args) -> list[Tensor]:
-        wanted = op(*(a.cpu() if isinstance(a, Tensor) else a for a in args))
+        wanted = op(*map(on_cpu, args))
         got = (op if device == "cuda" else kernel_of(op))(*args)
         results = [got] if isinstance(got, Tensor) else list(got)
         pairs = zip(results, [wanted] if isinstance(wanted, Tensor) else wanted, strict=True)
@@ -127,8 +178,9 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
 
     different: list[str] = []
     x_NSv, first_id_S, rows_R, V = case.logits(device)
-    logits = (x_NSv, first_id_S, rows_R)
     R = len(case.kinds if case.chosen is None else case.chosen)
+    edits = case.edits(device, R)
+    logits = (x_NSv, first_id_S, rows_R, edits)
     uniform_R = torch.randint(0, 1 << 62, (R,), generator=torch.Generator().manual_seed(0))
     uniform_R = uniform_R.to(device)
     compare("peak", ops.peak, *logits, V)
@@ -146,7 +198,7 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
     for size in (4, 64):
         listed_RSn = compare("largest", ops.largest, *logits, V, size)[0]
         k_R = shape[2].clamp(max=size)
-        compare("cut", ops.cut, listed_RSn, *row_args[3:], k_R, shape[3], V)
+        compare("cut", ops.cut, listed_RSn, *row_args[4:], k_R, shape[3], V)
     for count in (1, 5, 9, V):
         compare(f"top {count}", ops.top, *logits, V, count)
     prefix_R = torch.zeros_like(uniform_R)
@@ -158,27 +210,36 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
     draft_MSw = (draft_MSw + torch.randn(draft_MSw.shape, generator=generator)).half().to(device)
     draft_rows_R = torch.arange(R, device=device) % max(len(draft_MSw), 1)
     draft_rows_R[R // 2 : R // 2 + 2] = -1
-    draft = (draft_MSw, first_id_S[:1], draft_rows_R)
+    draft = (draft_MSw, first_id_S[:1], draft_rows_R, edits)
     draft_peak_R, draft_floor_R, draft_mass_RSC, *_ = weigh.whole(*draft, *shape, *filters, V)
     draft_total_R = draft_mass_RSC.sum((1, 2))
     one_hot_R = torch.where(draft_rows_R < 0, token_R, -1)
     ratio_R = torch.randint(0, ops.ONE + 1, (R,), generator=generator).to(device)
     ratio_R[: R // 2] = ops.ONE
     residual_args = (
-        *row_args, mass_RSC.sum((1, 2)), ratio_R, draft_MSw, draft_rows_R, draft_peak_R,
+        *row_args, mass_RSC.sum((1, 2)), ratio_R, draft_MSw, draft_rows_R, edits, draft_peak_R,
         draft_floor_R, shape[0], draft_total_R, one_hot_R,
     )  # fmt: skip
     spare_RSC = compare("residual_mass", ops.residual_mass, *residual_args, V)[0]
     aimed = ops.aim(spare_RSC, uniform_R)
     compare("residual_pick", ops.residual_pick, *residual_args, *aimed, V)
     # One shard of the vocabulary: its parts of a wider row.
-    last = (x_NSv[:, -1:], first_id_S[-1:], rows_R)
+    last = (x_NSv[:, -1:], first_id_S[-1:], rows_R, case.shard(edits))
     compare("shard's peak", ops.peak, *last, V)
-    compare("shard's tally", ops.tally, *last, *row_args[3:], value_R, V, False)
+    compare("shard's tally", ops.tally, *last, *row_args[4:], value_R, V, False)
     compare("shard's largest", ops.largest, *last, V, 16)
     compare("shard's mass", ops.mass, *last, peak_R, floor_R, shape[0], V)
-    compare("shard's pick", ops.pick, *last, *row_args[3:], start_RSC[:, -1:], point_R, V)
+    compare("shard's pick", ops.pick, *last, *row_args[4:], start_RSC[:, -1:], point_R, V)
     yield from (f"{name} in {case}" for name in different)
+
+
+def on_cpu(argument: object) -> object:
+    """Tensors, and lists of them, on the CPU."""
+    if isinstance(argument, Tensor):
+        return argument.cpu()
+    if isinstance(argument, tuple):
+        return [on_cpu(a) for a in argument]
+    return argument
 
 
 SMALL = Case(kinds=KINDS, S=1, v=4099, V=4099, dtype=torch.bfloat16)
@@ -191,7 +252,17 @@ CASES = (
     replace(FEW, kinds=("infinite",), S=2, v=60, V=111, dtype=torch.float32),
     replace(FEW, kinds=("gauss", "dead"), S=2, v=1, V=1),
     replace(FEW, kinds=("gauss",), S=2, v=3, V=6, chosen=()),
-)
+    replace(FEW, edited="bias counts bans mask"),
+    replace(
+        FEW, kinds=("tied", "dead", "infinite"), S=3, v=1600, V=4700, dtype=torch.float16,
+        layout="buffer", edited="counts bans", chosen=(2, 0, -1, 1),
+    ),
+    replace(FEW, kinds=("gauss", "peaked", "nan"), v=2100, V=2099, edited="bias mask",
+            layout="strided"),
+    replace(FEW, kinds=("infinite", "tied"), S=2, v=60, V=111, dtype=torch.float32,
+            edited="bias counts bans mask"),
+    replace(FEW, kinds=("peaked", "flat"), v=2500, V=2500, layout="wide", edited="mask"),
+)  # fmt: skip
 """For the interpreter, which is slow: every layout and dtype, V below and above 2048."""
 
 

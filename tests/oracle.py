@@ -73,6 +73,47 @@ def clean(logits: np.ndarray, vocab_size: int, largest: float) -> tuple[np.ndarr
     return np.minimum(values, np.float32(largest)), int(nans.sum())
 
 
+def process(
+    values: np.ndarray, params, prompt: Sequence[int], output: Sequence[int], legal=None
+) -> np.ndarray:
+    """Float32 values after what a request asks of them; every operation rounds once.
+
+    Args:
+        values: from `clean`.
+        params: the request's.
+        prompt: its prompt.
+        output: what it has emitted, and drafts before the row.
+        legal: which ids a grammar allows; None: all.
+    """
+    values, size, text = values.copy(), len(values), [*prompt, *output]
+    never = values == -np.inf
+    count = np.bincount(np.array(output, np.int64), minlength=size).astype(np.float32)
+    with np.errstate(over="ignore"):
+        if params.allowed_token_ids is not None:
+            never[[i for i in range(size) if i not in params.allowed_token_ids]] = True
+        for i, bias in params.logit_bias:
+            never[i] |= bias == -np.inf
+            values[i] += np.float32(bias)
+        for i in sorted(set(text)):
+            penalty = np.float32(params.repetition_penalty)
+            values[i] = values[i] / penalty if values[i] > 0 else values[i] * penalty
+        values -= count * np.float32(params.frequency_penalty)
+        values[count > 0] -= np.float32(params.presence_penalty)
+    for *begin, last in params.bad_words_ids:
+        never[last] |= text[len(text) - len(begin) :] == begin and len(text) >= len(begin)
+    if len(output) < params.min_tokens:
+        never[list(params.stop_token_ids)] = True
+    if legal is not None:
+        never |= ~legal
+    largest = np.finfo(np.float32).max
+    return np.where(never, np.float32(-np.inf), np.clip(values, -largest, largest) + 0)
+
+
+def unchanged(values: np.ndarray) -> np.ndarray:
+    """What a request that asks for nothing makes of its values."""
+    return values
+
+
 def scaled(values: np.ndarray, temperature: float) -> np.ndarray:
     """Y = (x - max x) * log2(e) / T: the weight of x is 2^(S + y).
 
@@ -342,8 +383,11 @@ class Row:
         return [Fraction(int(weight), total or 1) for weight in self.weights]
 
 
-def row_of(logits, params, *, vocab_size: int, largest: float, weights=float64_weights) -> Row:
+def row_of(
+    logits, params, *, vocab_size: int, largest: float, weights=float64_weights, edit=unchanged
+) -> Row:
     values, num_nans = clean(logits, vocab_size, largest)
+    values = edit(values)
     if values.max() == -np.inf:
         return Row(np.zeros(vocab_size, np.int64), -1, num_nans)
     greedy = is_greedy(params)

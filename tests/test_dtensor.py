@@ -80,23 +80,23 @@ def ops_on_dtensors(mesh, dtype: torch.dtype) -> list[str]:
     x = torch.randn(rows, ranks, width, generator=generator).to(dtype).to(device)
     x[0, 0, 2], x[1] = torch.nan, -torch.inf
     first = torch.arange(ranks, device=device) * width
-    peak, _ = ops.unpack_peak(ops.peak(x, first, None, vocab_size)[..., 0].amax(1))
+    peak, _ = ops.unpack_peak(ops.peak(x, first, None, (), vocab_size)[..., 0].amax(1))
     floor = peak - torch.rand(rows, generator=generator).to(device) * 3
     scale = torch.full((rows,), 1.7, device=device)
-    mass = ops.mass(x, first, None, peak, floor, scale, vocab_size)
+    mass = ops.mass(x, first, None, (), peak, floor, scale, vocab_size)
     start, point = ops.aim(mass, torch.full((rows,), 1 << 61, device=device))
     prefix = torch.zeros(rows, dtype=torch.int64, device=device)
     arguments = {
-        "peak": (ops.peak, (x, first, None, vocab_size)),
-        "mass": (ops.mass, (x, first, None, peak, floor, scale, vocab_size)),
-        "pick": (ops.pick, (x, first, None, peak, floor, scale, start, point, vocab_size)),
+        "peak": (ops.peak, (x, first, None, (), vocab_size)),
+        "mass": (ops.mass, (x, first, None, (), peak, floor, scale, vocab_size)),
+        "pick": (ops.pick, (x, first, None, (), peak, floor, scale, start, point, vocab_size)),
         "histogram": (
             ops.histogram,
-            (x, first, None, peak, floor, scale, prefix, vocab_size, 0, True),
+            (x, first, None, (), peak, floor, scale, prefix, vocab_size, 0, True),
         ),
         "count": (
             ops.histogram,
-            (x, first, None, peak, floor, scale, prefix, vocab_size, 0, False),
+            (x, first, None, (), peak, floor, scale, prefix, vocab_size, 0, False),
         ),
     }
 

@@ -31,6 +31,7 @@ from display import Display, LineDisplay, LiveDisplay
 from drafters import ModelDrafter
 from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize
+from grammar import Grammar
 from llama import Llama, load_llama
 from meter import Meter
 from prompts import Request
@@ -511,6 +512,132 @@ TEXTS = [
 ]
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["Ada", "Alan", "Grace"]},
+        "born": {"type": "integer", "minimum": 1800, "maximum": 2000},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "born", "tags"],
+    "additionalProperties": False,
+}
+
+
+def texts_by_grammar(
+    mesh: DeviceMesh, path: Path, count: int, speculate: bool, exchange: str, **grammar: Any
+) -> list[tuple[str, str]]:
+    """Texts that a random model writes at temperature 1 by a grammar, and why each ended."""
+    checkpoint = weights.open_checkpoint(path)
+    V, tokenizer = checkpoint.config.vocab_size, checkpoint.tokenizer
+    model = load_llama(checkpoint, mesh, dtype=torch.float32)
+    model.allocate_cache(max_num_reqs=count // 2, max_length=128)
+    requests = [
+        Request(
+            index=i,
+            prompt="",
+            prompt_token_ids=tokenizer.encode("JSON: " + "[true,true,false]" * (i % 2)),
+            params=SamplingParams(presence_penalty=0.2 * (i % 3), seed=i),
+            stream=tokenizer.stream(),
+        )
+        for i in range(count)
+    ]
+    state = SamplingState(
+        mesh,
+        vocab_size=V,
+        max_num_reqs=count // 2,
+        num_speculative_tokens=4 * speculate,
+        exchange=exchange,
+    )
+    script.decode(
+        model,
+        requests,
+        RejectionSampler(state) if speculate else Sampler(state),
+        drafter=NgramDrafter() if speculate else None,
+        grammar=Grammar(tokenizer, V, **grammar),
+        mesh=mesh,
+        max_new_tokens=100,
+        eos_token_ids=tokenizer.eos_token_ids,
+        meter=Meter(mesh.device_type),
+    )
+    # What ends a text of this model is no special token, but a character.
+    return [(tokenizer.decode(r.token_ids[:-1]), r.finish_reason) for r in requests]
+
+
+@worlds("cpu:2", "cuda:2")
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_hundred_texts_parse(
+    ranks: Ranks, small_path: Path, tmp_path: Path, speculate: bool
+) -> None:
+    """Every text at temperature 1 is JSON by the schema, or what the expression matches."""
+    pytest.importorskip("llguidance")
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps(SCHEMA))
+    args = (small_path, 100, speculate)
+    results = ranks.run(texts_by_grammar, *args, "batch", json_schema=schema)
+    assert results == [results[0]] * ranks.size
+    names, born = set(), set()
+    for text, reason in results[0]:
+        person = json.loads(text)
+        assert set(person) == {"name", "born", "tags"}
+        assert 1800 <= person["born"] <= 2000
+        assert len(person["tags"]) <= 3
+        assert reason == "stop"
+        names.add(person["name"])
+        born.add(person["born"])
+    assert names == {"Ada", "Alan", "Grace"}
+    assert len(born) > 10
+    for text, _ in ranks.run(texts_by_grammar, *args, "vocab", regex="[ab]{3}-[0-9]{2,4}")[0]:
+        assert re.fullmatch("[ab]{3}-[0-9]{2,4}", text)
+
+
+def test_grammars_that_are_refused(default: weights.Checkpoint, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    tokenizer, V = default.tokenizer, default.config.vocab_size
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"type": "no such type"}')
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("no JSON schema", {"json_schema": tmp_path / "none"}),
+        ("llguidance refuses the grammar", {"json_schema": bad}),
+        ("llguidance refuses the grammar", {"regex": "("}),
+    ]
+    for message, given in cases:
+        with pytest.raises(ValueError, match=message):
+            Grammar(tokenizer, V, **given)
+
+
+@pytest.mark.parametrize(
+    ("stops", "wanted"),
+    [
+        ([" mat"], "The cat sat on the"),
+        (["at o", "zebra"], "The cat s"),
+        (["mat. The", "sat"], "The cat "),
+        (["mat!", "matter"], "The cat sat on the mat. Th\u00e9 end"),
+        (["."], "The cat sat on the mat"),
+        (["d"], "The cat sat on the mat. Th\u00e9 en"),
+    ],
+)
+def test_texts_end_before_stops(default: weights.Checkpoint, stops: list[str], wanted: str) -> None:
+    """Catches a stop that is cut by tokens or shown in part, and text that is held for good."""
+    ids = default.tokenizer.encode("The cat sat on the mat. Th\u00e9 end")
+    stream, shown = default.tokenizer.stream(stops), ""
+    request = Request(
+        index=0, prompt="", prompt_token_ids=[1], params=SamplingParams(), stream=stream
+    )
+    for start in range(0, len(ids), 2):
+        _, pieces = request.take(
+            ids[start : start + 2], max_new_tokens=99, eos_token_ids=frozenset()
+        )
+        shown += "".join(pieces)
+        assert wanted.startswith(shown)
+        if request.finish_reason:
+            break
+    assert (request.finish_reason == "stop") == (stops != ["mat!", "matter"])
+    shown += stream.finish(request.token_ids)
+    assert shown == stream.text == wanted
+    assert request.token_ids == ids[: len(request.token_ids)]
+
+
 def byte_characters() -> dict[int, str]:
     """GPT-2's printable stand-in for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -641,6 +768,9 @@ def test_bad_arguments_are_refused(
         (["--temperature", -1], "temperature must be"),
         (["--seed", -1], "seed must be"),
         (["--logprobs", -1], "logprobs must be"),
+        (["--repetition-penalty", 0], "repetition_penalty must be"),
+        (["--min-tokens", -1], "min_tokens must be"),
+        (["--compare", "--presence-penalty", 1], "--compare needs texts without grammar"),
         (["a", " "], "prompt 1 is empty"),
         (["a" * 250], "prompt 0 has 250 tokens, and 24 new ones: more than the model's .* 256"),
         (["--prompt-file", tmp_path / "none"], "no prompt file"),

@@ -18,6 +18,7 @@ from dtensor_sample import (
 )
 from tests.batches import random_batch, random_params, shard_vocab
 from tests.pool import FEW_WORLDS, worlds
+from tests.processing import random_processing
 
 V, PADDING, K, SLOTS = 61, 3, 3, 9
 NAMES = ("token_ids", "num_sampled", "num_rejected", "num_nans", "failed")
@@ -74,10 +75,13 @@ class Engine:
         return output["drafts"].tolist()
 
 
-def life(mesh, exchange: str, method: str, steps: int, asking: float) -> tuple[int, int]:
+def life(
+    mesh, exchange: str, method: str, steps: int, asking: float, edited: bool
+) -> tuple[int, int]:
     """Compare two engines step by step; how many steps ran, and how many graphs there were.
 
-    `asking` is the share of requests that ask to be told about their tokens.
+    `asking` is the share of requests that ask to be told about their tokens; `edited`: others ask
+    for biases, penalties and bans.
     """
     rng = np.random.default_rng(5)
     plain, graphed = (Engine(mesh, exchange, method, on) for on in (False, True))
@@ -105,11 +109,13 @@ def life(mesh, exchange: str, method: str, steps: int, asking: float) -> tuple[i
                     engine.state.remove(slot)
             elif slot not in live:
                 live.add(slot)
-                params, position = random_params(rng, V), int(rng.integers(2**40))
+                made = random_processing if edited else random_params
+                params, position = made(rng, V), int(rng.integers(2**40))
+                prompt = rng.integers(0, V, rng.integers(0, 6)).tolist()
                 if rng.random() < asking:
                     params = replace(params, logprobs=2, kept_capacity=3, entropy=True)
                 for engine in (plain, graphed):
-                    engine.state.add(slot, params, position=position)
+                    engine.state.add(slot, params, prompt_token_ids=prompt, position=position)
         slots = rng.permutation(sorted(live)).tolist()[: int(rng.integers(SLOTS + 1))]
         given = rng.integers(2**40, size=len(slots)).tolist() if rng.random() < 0.2 else None
         kind = rng.integers(3)
@@ -134,16 +140,18 @@ def life(mesh, exchange: str, method: str, steps: int, asking: float) -> tuple[i
 
 
 @worlds(*FEW_WORLDS)
+@pytest.mark.parametrize("edited", [False, True], ids=["plain", "edited"])
 @pytest.mark.parametrize(
     ("exchange", "method"), [("batch", "block"), ("vocab", "standard"), ("replicate", "block")]
 )
-def test_a_life_in_graphs(ranks, exchange, method):
+def test_a_life_in_graphs(ranks, exchange, method, edited):
     """Catches anything that a graph has frozen: plans, params, seeds, owners, drafts, their places.
 
-    On CPUs the same padded steps run without graphs.
+    And tables of biases, counts and bad words that have moved. On CPUs the same padded steps run
+    without graphs.
     """
     steps = 1000 if ranks.device_type == "cuda" else 25
-    results = ranks.run(life, exchange, method, steps, 0.0, timeout=280)
+    results = ranks.run(life, exchange, method, steps, 0.0, edited, timeout=280)
     assert results == [results[0]] * ranks.size
     assert (results[0][1] > 10) == (ranks.device_type == "cuda")
 
@@ -153,7 +161,7 @@ def test_a_life_in_graphs(ranks, exchange, method):
 def test_a_life_in_graphs_that_tell(ranks, exchange, method):
     """Catches what is told of other rows, or to requests that did not ask, in padded steps."""
     steps = 400 if ranks.device_type == "cuda" else 30
-    results = ranks.run(life, exchange, method, steps, 0.2, timeout=280)
+    results = ranks.run(life, exchange, method, steps, 0.2, True, timeout=280)
     assert results == [results[0]] * ranks.size
     assert (results[0][1] > 10) == (ranks.device_type == "cuda")
 

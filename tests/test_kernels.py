@@ -69,13 +69,13 @@ def test_rows_beyond_2_31_logits():
     rows_R = torch.arange(N - 8, N, device="cuda")
     for filters in ((False, False), (True, True)):
         shape = [p.cuda() for p in params(8, V, top_k=True, top_p=True)]
-        far = weigh.whole(x_NSv, first_id_S, rows_R, *shape, *filters, V)
-        near = weigh.whole(tail, first_id_S, None, *shape, *filters, V)
+        far = weigh.whole(x_NSv, first_id_S, rows_R, (), *shape, *filters, V)
+        near = weigh.whole(tail, first_id_S, None, (), *shape, *filters, V)
         assert all(map(torch.equal, far, near))
         aimed = ops.aim(near[2], torch.arange(8, device="cuda") << 58)
         row_args = (near[0], near[1], shape[0], *aimed, V)
-        far_ids = ops.pick(x_NSv, first_id_S, rows_R, *row_args)
-        assert torch.equal(far_ids, ops.pick(tail, first_id_S, None, *row_args))
+        far_ids = ops.pick(x_NSv, first_id_S, rows_R, (), *row_args)
+        assert torch.equal(far_ids, ops.pick(tail, first_id_S, None, (), *row_args))
 
 
 @pytest.mark.gpu
@@ -87,9 +87,9 @@ def test_memory_beyond_the_logits(filters):
     x_NSv = torch.randn(R, 1, V, device="cuda").bfloat16()
     first_id_S = torch.zeros(1, dtype=torch.int64, device="cuda")
     shape = [p.cuda() for p in params(R, V, top_k=True, top_p=True)]
-    weigh.whole(x_NSv, first_id_S, None, *shape, *filters, V)
+    weigh.whole(x_NSv, first_id_S, None, (), *shape, *filters, V)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    weigh.whole(x_NSv, first_id_S, None, *shape, *filters, V)
+    weigh.whole(x_NSv, first_id_S, None, (), *shape, *filters, V)
     assert torch.cuda.max_memory_allocated() - before <= 4096 * R + (4 << 20)

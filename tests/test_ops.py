@@ -5,6 +5,7 @@ import torch
 from torch.library import opcheck
 
 from dtensor_sample import ops
+from dtensor_sample.ops.edits import Edits
 
 V = 11
 
@@ -14,33 +15,46 @@ def arguments() -> dict[str, tuple[object, ...]]:
     x_NSv = torch.randn(3, 4, 4).bfloat16().transpose(0, 1)
     rows_R = torch.tensor([2, -1, 0, 3])
     peak_R, zero_R = torch.full((4,), 3.0), torch.zeros(4, dtype=torch.int64)
-    row = (x_NSv, torch.arange(3) * 4, rows_R, peak_R, peak_R - 9, torch.ones(4))
-    draft = (x_NSv, zero_R - 1, peak_R, peak_R, peak_R, zero_R)
+    edits = Edits(
+        row_R=torch.tensor([0, -1, 1, 0]),
+        table_E=torch.tensor([1, -1]),
+        rates_E3=torch.tensor([[1.5, 0.5, 0.25]] * 2),
+        drafts_EK=torch.tensor([[3, -1]] * 2),
+        banned_EB=torch.tensor([[-1], [7]]),
+        mask_E=torch.tensor([0, -1]),
+        bias_MW=torch.zeros(2, V),
+        counts_MW=torch.ones(2, V, dtype=torch.int32),
+        mask_GX=torch.tensor([[0b10110111]], dtype=torch.int32),
+        mask_id_1=torch.zeros(1, dtype=torch.int64),
+    )
+    row = (x_NSv, torch.arange(3) * 4, rows_R, list(edits), peak_R, peak_R - 9, torch.ones(4))
+    draft = (x_NSv, zero_R - 1, list(edits), peak_R, peak_R, peak_R, zero_R)
     residual = (*row, zero_R + (1 << 50), zero_R + ops.ONE, *draft, zero_R)
     start_RSC = torch.zeros(4, 3, ops.PARTS, dtype=torch.int64)
     shape = (torch.ones(4), peak_R - 9, zero_R + 3, zero_R + (1 << 30))
     ones_QK = torch.ones(4, 2, dtype=torch.int64)
     return {
-        "peak": (*row[:3], V),
+        "peak": (*row[:4], V),
         "histogram": (*row, zero_R, V, 0, True),
-        "largest": (*row[:3], V, 4),
-        "cut": (torch.zeros(4, 3, 5, dtype=torch.int32), *row[3:], *shape[2:], V),
+        "largest": (*row[:4], V, 4),
+        "cut": (torch.zeros(4, 3, 5, dtype=torch.int32), *row[4:], *shape[2:], V),
         "mass": (*row, V),
-        "weigh": (*row[:3], *shape, True, True, V),
+        "weigh": (*row[:4], *shape, True, True, V),
         "aim": (start_RSC.movedim(0, 1).contiguous().movedim(1, 0), zero_R + 5),
         "answer": (zero_R, zero_R, zero_R, zero_R == 0),
         "pick": (*row, start_RSC, zero_R, V),
         "log_probability": (torch.zeros(4, 2), peak_R, torch.ones(4), zero_R + 7, V),
         "entropy": (zero_R + 7, zero_R + 3, V),
-        "read": (*row[:3], torch.arange(8).view(4, 2), V),
+        "read": (*row[:4], torch.arange(8).view(4, 2), V),
         "tally": (*row, peak_R, V, True),
-        "top": (*row[:3], V, 5),
+        "top": (*row[:4], V, 5),
         "lookup": (*row, zero_R, V),
         "uniform": (zero_R, zero_R, zero_R, 0),
         "probability": (zero_R + 1, zero_R + 7),
         "chain": (ones_QK, ones_QK),
         "residual_mass": (*residual, V),
         "residual_pick": (*residual, start_RSC, zero_R, V),
+        "copy": (*row[:4], V),
         "store": (torch.zeros(4, V).bfloat16(), rows_R, x_NSv),
     }
 

@@ -17,7 +17,8 @@ import torch
 
 from dtensor_sample import SamplingParams, ops, rejection
 from dtensor_sample.exchange import Axis, BatchExchange, Logits
-from dtensor_sample.params import RowParams
+from dtensor_sample.ops.edits import IN_PROMPT, Edits
+from dtensor_sample.params import RowParams, filters_of, pack
 from dtensor_sample.random import COIN
 from tests import oracle
 from tests.batches import library_weights
@@ -48,23 +49,26 @@ class Requests:
         params: SamplingParams,
     ) -> None:
         Q, J, V = target_QJV.shape
-        batch = SamplingParams.batch([params], "cpu")
-        self.params = RowParams.unpack(batch.table.expand(Q * J, -1))
-        self.filters, self.size = batch.filters, V
+        self.params = RowParams.unpack(torch.tensor([pack(params, 0)] * (Q * J)))
+        self.filters, self.size = filters_of([params]), V
         first_id_S = torch.zeros(1, dtype=torch.int64)
-        self.target = Logits(torch.from_numpy(target_QJV).reshape(Q * J, 1, V), first_id_S)
+        edits = edits_of(params, token_QK, V)
+        target = torch.from_numpy(target_QJV).reshape(Q * J, 1, V)
+        self.target = Logits(target, first_id_S, edits=edits or ())
+        row_QJ = torch.arange(Q * J).view(Q, J)
+        row_G = row_QJ[:, :-1].flatten()
         drafts = None
         if draft_QKV is not None:
             draft_GSV = torch.from_numpy(draft_QKV).reshape(Q * (J - 1), 1, V)
-            drafts = Logits(draft_GSV, first_id_S, torch.arange(Q * (J - 1)))
+            number_G = torch.arange(Q * (J - 1))
+            drafts = Logits(draft_GSV, first_id_S, number_G, edits.at(row_G) if edits else ())
         shape = (Q, J - 1)
-        row_QJ = torch.arange(Q * J).view(Q, J)
         self.drafts = rejection.Drafts(
             row_QJ=row_QJ,
             count_Q=torch.full((Q,), J),
             token_QK=torch.from_numpy(token_QK),
             place_QK=torch.arange(Q * (J - 1)).view(shape),
-            row_G=row_QJ[:, :-1].flatten(),
+            row_G=row_G,
             drawn_QK=torch.full(shape, drafts is not None),
             logits=drafts,
         )
@@ -92,6 +96,29 @@ class Requests:
             )[0].numpy()
         accepted_Q = result[:, -4] - 1
         return accepted_Q, result[np.arange(len(result)), accepted_Q]
+
+
+PROMPT, OUTPUT = [0], [1, 1]
+"""Of all requests, before their drafts."""
+
+
+def edits_of(params: SamplingParams, token_QK: np.ndarray, V: int) -> Edits | None:
+    """What rows of Q requests with K drafts are asked for: row j sees the drafts before it."""
+    if not params.edited:
+        return None
+    (Q, K), counts = token_QK.shape, np.bincount(OUTPUT, minlength=V)
+    counts[PROMPT] |= IN_PROMPT
+    drafts = np.repeat(token_QK, K + 1, axis=0)
+    drafts[np.arange(K) >= np.tile(np.arange(K + 1), Q)[:, None]] = -1
+    rates = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    edits = Edits.none(Q * (K + 1), torch.device("cpu"))
+    return edits._replace(
+        table_E=torch.zeros_like(edits.table_E),
+        rates_E3=torch.tensor(rates).expand(Q * (K + 1), 3),
+        drafts_EK=torch.from_numpy(drafts),
+        bias_MW=torch.from_numpy(params.bias_of_ids(V))[None],
+        counts_MW=torch.from_numpy(counts)[None].int(),
+    )
 
 
 RESOLUTION = 1 << 13
@@ -193,18 +220,20 @@ class Model:
         self.K, self.params = K, params
         self.size = len(p[()])
         self.exact = {
-            name: {context: self._probabilities(row) for context, row in rows.items()}
+            name: {context: self._probabilities(row, context) for context, row in rows.items()}
             for name, rows in self.rows.items()
         }
         self.paths = list(itertools.product(range(self.size), repeat=K))
 
-    def _probabilities(self, row: np.ndarray) -> list[F]:
+    def _probabilities(self, row: np.ndarray, context: tuple[int, ...]) -> list[F]:
+        seen = (self.params, PROMPT, [*OUTPUT, *context])
         return oracle.row_of(
             row,
             self.params,
             vocab_size=self.size,
             largest=float(np.finfo(np.float32).max),
             weights=library_weights,
+            edit=lambda values: oracle.process(values, *seen),
         ).probabilities
 
     def p_of(self, context: tuple[int, ...]) -> list[F]:
@@ -350,20 +379,23 @@ def test_golden_in_context():
         assert got == pytest.approx(mean, abs=1e-6)
 
 
-SHAPES = [
+SHAPES: list[tuple[int, int, int, dict[str, Any]]] = [
     # V, K, models, params
     (3, 2, 6, {}),
     (2, 4, 3, {"temperature": 0.7}),
     (3, 2, 1, {"temperature": 1.7, "top_k": 2, "top_p": 0.95}),
     (3, 3, 2, {"min_p": 0.2}),
+    (3, 2, 1, {"repetition_penalty": 1.7, "frequency_penalty": 0.9, "logit_bias": {2: 0.8}}),
+    (3, 2, 1, {"presence_penalty": 1.3, "allowed_token_ids": [0, 2], "temperature": 0.8}),
+    (4, 2, 1, {"presence_penalty": -1, "logit_bias": {1: -math.inf}, "top_p": 0.8}),
 ]
 
 
 @pytest.mark.parametrize(
-    "shape", [0, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 3))]
+    "shape", [0, 2, 4, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 3, 5, 6))]
 )
 def test_random_models(shape):
-    """Catches any bias, and filters that are not applied to p or to q."""
+    """Catches any bias, and filters, biases or penalties that are not applied to p or to q."""
     V, K, count, params = SHAPES[shape]
     models = [random_model(i, V, K, SamplingParams(seed=0, **params)) for i in range(count)]
     for method in METHODS:

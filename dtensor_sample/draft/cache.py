@@ -101,6 +101,10 @@ class DraftCache:
                 blocks.append(-1)
         return tuple(blocks)
 
+    def keeps(self, slot: int) -> bool:
+        """Whether a rank has drafts of a slot, or room for them."""
+        return slot in self._kept
+
     def digest(self, slots: Sequence[int]) -> object:
         """What must be the same on every rank about the drafts of `slots`."""
         return [(self._kept[s].owner, self._kept[s].steps) if s in self._kept else 0 for s in slots]

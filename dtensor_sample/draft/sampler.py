@@ -8,6 +8,7 @@ from torch import Tensor
 from dtensor_sample import check, ops
 from dtensor_sample.params import filters_of
 from dtensor_sample.plan import ShardPlan, check_plan
+from dtensor_sample.process import process
 from dtensor_sample.random import DRAFT
 from dtensor_sample.sampler import draw
 from dtensor_sample.state import SamplingState
@@ -63,6 +64,8 @@ class DraftSampler:
             draft_logits, state, most_rows=1, error=error, step=step, greedy=self.greedy
         )
         state.on_host(plan, partial(self._keep, step=step))
+        step_R = torch.full_like(plan.row_slots, step)
+        edited = process(rows, plan, drafts_BK=state.slot_edits.drafted(plan), count_R=step_R)
         params, filters = plan.row_params(), plan.filters
         if self.greedy:
             params = params._replace(greedy=torch.ones_like(params.greedy))
@@ -72,10 +75,11 @@ class DraftSampler:
             row_R = torch.where(params.greedy | (row_R < 0), -1, row_R + step)
             state.drafts.write(rows, row_R, draft_logits.shape[-1])
         position_R = plan.row_positions()
-        step_R = torch.full_like(position_R, step)
         uniform_R = ops.uniform(params.seed, position_R, step_R, DRAFT)
-        drawn_R3, _ = draw(rows, params, uniform_R, filters, plan.exchange, state.vocab_size)
-        return plan.settle(drawn_R3)[:, 0]
+        drawn_R3, _ = draw(edited, params, uniform_R, filters, plan.exchange, state.vocab_size)
+        token_B = plan.settle(drawn_R3)[:, 0]
+        state.slot_edits.remember(plan, token_B, step)
+        return token_B
 
     def _drawn(self, plan: ShardPlan) -> list[bool]:
         """[B] whether each request's draft is drawn, and not chosen."""

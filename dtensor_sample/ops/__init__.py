@@ -2,6 +2,7 @@
 
 from dtensor_sample.ops.aim import aim
 from dtensor_sample.ops.answer import answer
+from dtensor_sample.ops.copy import copy
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
 from dtensor_sample.ops.kernels import use_kernel
 from dtensor_sample.ops.largest import cut, fraction, largest
@@ -33,6 +34,7 @@ __all__ = [
     "aim",
     "answer",
     "chain",
+    "copy",
     "cut",
     "entropy",
     "fraction",

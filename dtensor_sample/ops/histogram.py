@@ -1,5 +1,7 @@
 """Counts or masses of tokens by eight bits of their value: one round of a radix selection."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ def histogram(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -27,7 +30,7 @@ def histogram(
     """Histogram of kept tokens whose ordered key begins with `prefix`, by their next digit.
 
     Args:
-        x_NSv, first_id_S, rows_R, vocab_size: see `values`.
+        x_NSv, first_id_S, rows_R, edits, vocab_size: see `values`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
         prefix_R: [R] int64, the leading `8 * level` bits selected so far.
         level: 0 to 3, which digit of the 32-bit key, the highest first.
@@ -36,7 +39,7 @@ def histogram(
     Returns:
         [R, 256] int64.
     """
-    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
+    value_RSv = values(x_NSv, first_id_S, rows_R, edits, vocab_size)
     key_RSv = ordered_keys(value_RSv) >> KEY_BITS - DIGIT_BITS * (level + 1)
     inside_RSv = key_RSv >> DIGIT_BITS == prefix_R[:, None, None]
     if weighted:
@@ -55,6 +58,7 @@ def _(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -67,5 +71,7 @@ def _(
 
 
 shard_like(
-    torch.ops.dtensor_sample.histogram.default, "row_sum", "logits segment - row row row row - - -"
+    torch.ops.dtensor_sample.histogram.default,
+    "row_sum",
+    "logits segment - - row row row row - - -",
 )

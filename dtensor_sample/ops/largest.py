@@ -6,6 +6,8 @@ top-k's threshold, and top-p's on what top-k left. Tokens tied with the last one
 so both are exact for every row.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,19 +20,24 @@ TOP_P_ONE = 1 << 31
 
 @torch.library.custom_op("dtensor_sample::largest", mutates_args=())
 def largest(
-    x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int, size: int
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    edits: Sequence[Tensor],
+    vocab_size: int,
+    size: int,
 ) -> Tensor:
     """The `size` largest values of each row and segment.
 
     Args:
-        x_NSv, first_id_S, rows_R, vocab_size: see `values`.
+        x_NSv, first_id_S, rows_R, edits, vocab_size: see `values`.
         size: a power of two.
 
     Returns:
         [R, S, size + 1] int32: the bits of float32 values, the largest first, -inf where there are
         no more; and how many more tokens have the last of these values.
     """
-    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
+    value_RSv = values(x_NSv, first_id_S, rows_R, edits, vocab_size)
     missing = max(size - value_RSv.shape[2], 0)
     top_RSn = pad(value_RSv, (0, missing), value=-torch.inf).topk(size, sorted=True).values
     last_RS1 = top_RSn[..., -1:]
@@ -41,7 +48,12 @@ def largest(
 
 @largest.register_fake
 def _(
-    x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int, size: int
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    edits: Sequence[Tensor],
+    vocab_size: int,
+    size: int,
 ) -> Tensor:
     shape = (count_rows(x_NSv, rows_R), x_NSv.shape[1], size + 1)
     return x_NSv.new_empty(shape, dtype=torch.int32)
@@ -111,5 +123,5 @@ def fraction(mass_R: Tensor, top_p_R: Tensor) -> Tensor:
     return (top_p_R * high_R + (top_p_R * low_R + (1 << 31) - 1 >> 31)).clamp(min=1)
 
 
-shard_like(torch.ops.dtensor_sample.largest.default, "row_segment", "logits segment - - -")
+shard_like(torch.ops.dtensor_sample.largest.default, "row_segment", "logits segment - - - -")
 shard_like(torch.ops.dtensor_sample.cut.default, "row", "row row row row row row -")

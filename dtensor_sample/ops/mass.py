@@ -1,5 +1,7 @@
 """The sums of the integer weights of each row's kept tokens, part by part."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ def mass(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -21,13 +24,13 @@ def mass(
     """Total integer weight of each row and part of a segment.
 
     Args:
-        x_NSv, first_id_S, rows_R, vocab_size: see `values`.
+        x_NSv, first_id_S, rows_R, edits, vocab_size: see `values`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
 
     Returns:
         [R, S, PARTS] int64; a row's parts sum to at most 2**62.
     """
-    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
+    value_RSv = values(x_NSv, first_id_S, rows_R, edits, vocab_size)
     return part_sums(weights(value_RSv, peak_R, floor_R, scale_R, vocab_size))
 
 
@@ -36,6 +39,7 @@ def _(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -45,4 +49,4 @@ def _(
     return x_NSv.new_empty(shape, dtype=torch.int64)
 
 
-shard_like(torch.ops.dtensor_sample.mass.default, "row_segment", "logits segment - row row row -")
+shard_like(torch.ops.dtensor_sample.mass.default, "row_segment", "logits segment - - row row row -")

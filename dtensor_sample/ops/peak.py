@@ -1,5 +1,7 @@
 """The largest logit of each row and segment, its lowest id, and the count of NaNs."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,26 +19,38 @@ _LAST_ID = (1 << _ID_BITS) - 1
 
 
 @torch.library.custom_op("dtensor_sample::peak", mutates_args=())
-def peak(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int) -> Tensor:
+def peak(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    edits: Sequence[Tensor],
+    vocab_size: int,
+) -> Tensor:
     """The peak of each row and segment, packed so that a maximum over int64 combines segments.
 
     Args:
-        x_NSv, first_id_S, rows_R, vocab_size: see `values`.
+        x_NSv, first_id_S, rows_R, edits, vocab_size: see `values`.
 
     Returns:
         [R, S, 2] int64: `key << 31 | (2**31 - 1 - id)`, where key orders like the value, so that
-        the maximum is the largest value at its lowest id; and the number of NaNs.
+        the maximum is the largest value at its lowest id; and the number of NaN logits.
 
     Example: for logits [1, 7, 7] the packed maximum holds the key of 7.0 and id 1.
     """
-    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
+    value_RSv = values(x_NSv, first_id_S, rows_R, edits, vocab_size)
     value_RS, column_RS = value_RSv.max(2)  # the first of equal ones
     packed_RS = pack_value(value_RS, first_id_S + column_RS)
     return torch.stack([packed_RS, count_nans(x_NSv, first_id_S, rows_R, vocab_size)], 2)
 
 
 @peak.register_fake
-def _(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int) -> Tensor:
+def _(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    edits: Sequence[Tensor],
+    vocab_size: int,
+) -> Tensor:
     return x_NSv.new_empty((count_rows(x_NSv, rows_R), x_NSv.shape[1], 2), dtype=torch.int64)
 
 
@@ -51,4 +65,4 @@ def unpack_peak(packed_R: Tensor) -> tuple[Tensor, Tensor]:
     return value_R, torch.where(value_R > -torch.inf, _LAST_ID - (packed_R & _LAST_ID), -1)
 
 
-shard_like(torch.ops.dtensor_sample.peak.default, "row_segment", "logits segment - -")
+shard_like(torch.ops.dtensor_sample.peak.default, "row_segment", "logits segment - - -")

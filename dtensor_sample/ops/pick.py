@@ -1,5 +1,7 @@
 """Inverse CDF: the token at which the running sum of weights passes a point."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ def pick(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -23,7 +26,7 @@ def pick(
     """The lowest id whose running sum of weights, in id order over the whole row, exceeds `point`.
 
     Args:
-        x_NSv, first_id_S, rows_R, vocab_size: see `values`.
+        x_NSv, first_id_S, rows_R, edits, vocab_size: see `values`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
         start_RSC: [R, S, PARTS] int64, the mass of everything before each part, see `aim`.
         point_R: [R] int64, 0 <= point < the row's mass.
@@ -34,7 +37,7 @@ def pick(
     Example: weights [4, 0, 2] and point 4 give id 2; point 3 gives id 0.
     """
     at = part_of(start_RSC, point_R, x_NSv.shape[2])
-    value_R1W, id_R1W = values_at(x_NSv, first_id_S, rows_R, *at, vocab_size)
+    value_R1W, id_R1W = values_at(x_NSv, first_id_S, rows_R, edits, *at, vocab_size)
     weight_R1W = weights(value_R1W, peak_R, floor_R, scale_R, vocab_size)
     return first_beyond(weight_R1W[:, 0], start_RSC, point_R, id_R1W[:, 0])
 
@@ -44,6 +47,7 @@ def _(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -57,5 +61,5 @@ def _(
 shard_like(
     torch.ops.dtensor_sample.pick.default,
     "row_max",
-    "logits segment - row row row row_segment row -",
+    "logits segment - - row row row row_segment row -",
 )

@@ -5,6 +5,8 @@ its row, truncated: exact enough for a total variation below 1e-12, and the same
 token is evaluated. So residuals add up over blocks and shards exactly as the weights do.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -60,6 +62,7 @@ def residual_mass(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -67,6 +70,7 @@ def residual_mass(
     ratio_R: Tensor,
     draft_MSw: Tensor,
     draft_rows_R: Tensor,
+    draft_edits: Sequence[Tensor],
     draft_peak_R: Tensor,
     draft_floor_R: Tensor,
     draft_scale_R: Tensor,
@@ -77,13 +81,14 @@ def residual_mass(
     """The sum of max(ratio * p - q, 0) over each row and part of a segment.
 
     Args:
-        x_NSv, first_id_S, rows_R, vocab_size: the target's logits, see `values`.
+        x_NSv, first_id_S, rows_R, edits, vocab_size: the target's logits, see `values`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
         total_R: [R] int64, the target's mass over the whole vocabulary.
         ratio_R: [R] int64 in [0, 2**60], units of 2**-60.
         draft_MSw: [M, 1, w] the draft's logits; their ids count from the same first id, without a
             gap, as those of the target's segments then do.
         draft_rows_R: [R] int64, rows of those; -1: q is 0 but for `one_hot`.
+        draft_edits: of those R rows, see `edited`.
         draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R: as the target's.
         one_hot_R: [R] int64, an id of which q is 1; -1 for none.
 
@@ -91,9 +96,9 @@ def residual_mass(
         [R, S, PARTS] int64 in units of 2**-60.
     """
     segments, width = x_NSv.shape[1:]
-    value_RSv = values(x_NSv, first_id_S, rows_R, vocab_size)
+    value_RSv = values(x_NSv, first_id_S, rows_R, edits, vocab_size)
     p_RSv = _units_of(value_RSv, peak_R, floor_R, scale_R, total_R, ratio_R, vocab_size)
-    draft_RSw = values(draft_MSw, first_id_S[:1], draft_rows_R, vocab_size)
+    draft_RSw = values(draft_MSw, first_id_S[:1], draft_rows_R, draft_edits, vocab_size)
     draft = (draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
     q_RW = _units_of(draft_RSw, *draft, ONE, vocab_size).flatten(1)
     q_RW = pad(q_RW, (0, segments * width - q_RW.shape[1]))  # ids line up; padding weighs nothing
@@ -106,6 +111,7 @@ def _(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -113,6 +119,7 @@ def _(
     ratio_R: Tensor,
     draft_MSw: Tensor,
     draft_rows_R: Tensor,
+    draft_edits: Sequence[Tensor],
     draft_peak_R: Tensor,
     draft_floor_R: Tensor,
     draft_scale_R: Tensor,
@@ -129,6 +136,7 @@ def residual_pick(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -136,6 +144,7 @@ def residual_pick(
     ratio_R: Tensor,
     draft_MSw: Tensor,
     draft_rows_R: Tensor,
+    draft_edits: Sequence[Tensor],
     draft_peak_R: Tensor,
     draft_floor_R: Tensor,
     draft_scale_R: Tensor,
@@ -158,10 +167,10 @@ def residual_pick(
     width = x_NSv.shape[2]
     segment_RW, column_RW = part_of(start_RSC, point_R, width)
     at = (segment_RW, column_RW, vocab_size)
-    value_R1W, id_R1W = values_at(x_NSv, first_id_S, rows_R, *at)
+    value_R1W, id_R1W = values_at(x_NSv, first_id_S, rows_R, edits, *at)
     p_R1W = _units_of(value_R1W, peak_R, floor_R, scale_R, total_R, ratio_R, vocab_size)
     at = (torch.zeros_like(segment_RW), segment_RW * width + column_RW, vocab_size)
-    draft_R1W, _ = values_at(draft_MSw, first_id_S[:1], draft_rows_R, *at)
+    draft_R1W, _ = values_at(draft_MSw, first_id_S[:1], draft_rows_R, draft_edits, *at)
     draft = (draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
     q_R1W = _units_of(draft_R1W, *draft, ONE, vocab_size)
     residual_R1W = _residuals(p_R1W, q_R1W, id_R1W == one_hot_R[:, None, None])
@@ -173,6 +182,7 @@ def _(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -180,6 +190,7 @@ def _(
     ratio_R: Tensor,
     draft_MSw: Tensor,
     draft_rows_R: Tensor,
+    draft_edits: Sequence[Tensor],
     draft_peak_R: Tensor,
     draft_floor_R: Tensor,
     draft_scale_R: Tensor,
@@ -224,5 +235,5 @@ for _op, _out, _more in (
     (torch.ops.dtensor_sample.residual_mass.default, "row_segment", ""),
     (torch.ops.dtensor_sample.residual_pick.default, "row_max", "row_segment row "),
 ):
-    _target, _draft = "logits segment - row row row row row", "logits row row row row row row"
+    _target, _draft = "logits segment - - row row row row row", "logits row - row row row row row"
     shard_like(_op, _out, f"{_target} {_draft} {_more}-")

@@ -22,7 +22,10 @@ _PLACEMENTS: dict[str, tuple[Placement | None, Placement | None, Placement | Non
 
 
 def shard_like(op: OpOverload, outputs: str, inputs: str) -> None:
-    """Register `op` for DTensors: what its outputs and its arguments are, in order, by name."""
+    """Register `op` for DTensors: what its outputs and its arguments are, in order, by name.
+
+    Edits are "-": they come with plain tensors only.
+    """
 
     @register_sharding(op)  # type: ignore[untyped-decorator]
     def _(*_args: object) -> list[tuple[list[Placement | None], list[Placement | None]]]:

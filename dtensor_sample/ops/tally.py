@@ -1,5 +1,7 @@
 """Counts and sums of each row that what is told about its token takes."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ def tally(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -22,7 +25,7 @@ def tally(
     """How many tokens of each row are larger than a value, how many are kept, and their spread.
 
     Args:
-        x_NSv, first_id_S, rows_R, vocab_size: see `values`.
+        x_NSv, first_id_S, rows_R, edits, vocab_size: see `values`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
         value_R: [R] float32, the value to compare with.
         spread: whether that is asked for; it is 0 otherwise.
@@ -34,7 +37,7 @@ def tally(
     Example: of values [1, 7, 7] with floor 7, one of 1 has two larger ones, and two are kept.
     """
     tally_R3 = torch.zeros(len(value_R), 3, dtype=torch.int64, device=x_NSv.device)
-    for part, value_rSv in values_by_rows(x_NSv, first_id_S, rows_R, vocab_size):
+    for part, value_rSv in values_by_rows(x_NSv, first_id_S, rows_R, edits, vocab_size):
         row = (peak_R[part], floor_R[part], scale_R[part])
         floor_r11 = row[1][:, None, None]
         tally_R3[part, 0] = (value_rSv > value_R[part, None, None]).sum((1, 2))
@@ -49,6 +52,7 @@ def _(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -60,5 +64,5 @@ def _(
 
 
 shard_like(
-    torch.ops.dtensor_sample.tally.default, "row_sum", "logits segment - row row row row - -"
+    torch.ops.dtensor_sample.tally.default, "row_sum", "logits segment - - row row row row - -"
 )

@@ -1,9 +1,9 @@
 """What a logit is worth: its value, whether it is kept, and its integer weight. Plain torch.
 
-Every float operation that precedes a decision is in this file (and, for GPUs, in its counterpart
-`kernels/values.py`), and runs only inside the custom ops of this package, so tracing never computes
-it in another way. Weights are integers: they add up to the same sum in any order, over any blocks
-and shards, which is what makes every layout agree.
+Every float operation that precedes a decision is in this file and in `edits.py` (and, for GPUs, in
+their counterparts in `kernels/`), and runs only inside the custom ops of this package, so tracing
+never computes it in another way. Weights are integers: they add up to the same sum in any order,
+over any blocks and shards, which is what makes every layout agree.
 
 The exponential uses nothing but float32 operations that IEEE 754 rounds in one way, fused
 multiply-adds among them, so CPUs and GPUs agree on it. An exponent y, the difference to the largest
@@ -18,10 +18,12 @@ body and tail, and between eager and compiled code.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from dtensor_sample.ops.edits import Edits, edited
 
 COEFFICIENTS = (1.0, 0.69314702, 0.24022232, 0.05550685, 0.00967197, 0.00132777)
 """Of 2**f on [-1/2, 1/2], constant term first; as float32."""
@@ -44,18 +46,30 @@ def token_ids(x_NSv: Tensor, first_id_S: Tensor) -> Tensor:
     return first_id_S[:, None] + torch.arange(x_NSv.shape[2], device=x_NSv.device)
 
 
-def values(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int) -> Tensor:
-    """[R, S, v] float32 values of some rows of logits.
+def values(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    edits: Sequence[Tensor],
+    vocab_size: int,
+) -> Tensor:
+    """[R, S, v] float32 values of some rows of logits, edited.
 
     NaN and ids beyond the vocabulary are -inf, +inf is the largest finite value, -0 is +0.
 
     Args:
         x_NSv: [N, S, v] logits, any strides, float32, bfloat16 or float16.
-        first_id_S: [S] int64, the vocabulary id of each segment's first column.
+        first_id_S: [S] int64, the vocabulary id of each segment's first column; where there are
+            edits, of segments that follow one another without a gap.
         rows_R: [R] int64, which rows; -1 stands for a row of -inf. None: all N.
+        edits: of the R rows, see `edited`.
         vocab_size: ids from here on do not exist.
     """
     value_RSv = _clean(_rows(x_NSv, rows_R))
+    if edits:
+        value_RX = value_RSv.flatten(1)
+        column_1X = torch.arange(value_RX.shape[1], device=x_NSv.device)[None]
+        value_RSv = edited(value_RX, column_1X, first_id_S, edits).view(value_RSv.shape)
     value_RSv.masked_fill_(token_ids(x_NSv, first_id_S) >= vocab_size, -torch.inf)
     if rows_R is not None:
         value_RSv.masked_fill_((rows_R < 0)[:, None, None], -torch.inf)
@@ -63,22 +77,28 @@ def values(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size:
 
 
 def values_by_rows(
-    x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    edits: Sequence[Tensor],
+    vocab_size: int,
 ) -> Iterator[tuple[slice, Tensor]]:
     """Which rows, and their values [r, S, v], a few rows at a time; arguments as in `values`."""
     step = max(1, _BY_ROWS // max(1, x_NSv.shape[1] * x_NSv.shape[2]))
     for begin in range(0, count_rows(x_NSv, rows_R), step):
         part = slice(begin, begin + step)
+        own = Edits(*edits).at(part) if edits else ()
         if rows_R is None:
-            yield part, values(x_NSv[part], first_id_S, None, vocab_size)
+            yield part, values(x_NSv[part], first_id_S, None, own, vocab_size)
         else:
-            yield part, values(x_NSv, first_id_S, rows_R[part], vocab_size)
+            yield part, values(x_NSv, first_id_S, rows_R[part], own, vocab_size)
 
 
 def values_at(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     segment_RW: Tensor,
     column_RW: Tensor,
     vocab_size: int,
@@ -93,6 +113,7 @@ def values_at(
     exists_RW &= id_RW < vocab_size
     column_RW = column_RW.clamp(0, x_NSv.shape[2] - 1)
     value_RW = _clean(x_NSv[row_R.clamp(min=0)[:, None], segment_RW, column_RW])
+    value_RW = edited(value_RW, segment_RW * x_NSv.shape[2] + column_RW, first_id_S, edits)
     return torch.where(exists_RW, value_RW, -torch.inf)[:, None], id_RW[:, None]
 
 

@@ -1,16 +1,17 @@
 """One round of a radix selection, by atomic additions."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.kernels.edits import edit_arguments, fetch
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
     SIZES,
-    clean,
     integer_weight,
-    load,
     row_limits,
     segment_count,
     source_row,
@@ -37,6 +38,7 @@ def _histogram_kernel(
     scale_ptr,  # [R] float32
     prefix_ptr,  # [R] int64
     bins_ptr,  # zeros, out: [R, 256] int64
+    edits,  # of `edit_arguments`
     segments,  # S
     width,  # v
     vocab_size,
@@ -69,7 +71,10 @@ def _histogram_kernel(
         least, _ = row_limits(peak, floor, scale)
     for start in range(piece * COLUMNS, tl.minimum(piece * COLUMNS + COLUMNS, count), TILE):
         column = start + tl.arange(0, TILE)
-        values = clean(load(x, column, stride_v, column < width, UNIT), column < count, TOP) + 0.0
+        values = 0.0 + fetch(
+            x, column, stride_v, column < width, column < count, segment * width, row, edits,
+            TOP, UNIT,
+        )  # fmt: skip
         bits = values.to(tl.int32, bitcast=True).to(tl.int64)
         key = tl.where(bits >= 0, bits + (1 << 31), -1 - bits) >> (24 - 8 * level)
         if WEIGHTED:
@@ -85,6 +90,7 @@ def histogram(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -108,6 +114,7 @@ def histogram(
             scale_R.contiguous(),
             prefix_R.contiguous(),
             bins_RB,
+            edit_arguments(edits, first_id_S),
             S,
             v,
             vocab_size,

@@ -4,11 +4,14 @@ As in `whole.py`, a block's largest value, its top, is known from the first pass
 whose top is at least as large as the n-th largest top can hold the n largest values.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.kernels.edits import edit_arguments, value_dtype
 from dtensor_sample.ops.kernels.passes import CHUNK, first_pass, row_peak
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
@@ -50,9 +53,10 @@ def _largest_kernel(
     rows_ptr,  # [R] int64, or unused
     part_peak_ptr,  # [R, S, PARTS] float32
     part_nans_ptr,  # [R, S, PARTS] int32
-    top_ptr,  # [R, S, PARTS, blocks] of the logits' dtype
+    top_ptr,  # [R, S, PARTS, blocks] of `value_dtype`
     list_ptr,  # scratch: [programs, PARTS * blocks] int32
     found_ptr,  # out: [R, S, SIZE + 1] int32
+    edits,  # of `edit_arguments`
     rows,  # R
     segments,  # S
     width,  # v
@@ -62,7 +66,7 @@ def _largest_kernel(
     UNIT: tl.constexpr,  # stride_v is 1
     ALIGNED: tl.constexpr,  # width divides by CHUNK
     HAS_ROWS: tl.constexpr,
-    SHIFT: tl.constexpr,  # float32 bits that the logits' dtype lacks
+    SHIFT: tl.constexpr,  # float32 bits that `value_dtype` lacks
     SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks of a part
     CHUNK: tl.constexpr,  # neighbouring columns of a block
@@ -91,7 +95,7 @@ def _largest_kernel(
             least = largest_top(tops, SIZE, highest, SHIFT)
             few = choose(listed, tops >= least, segment * _PARTS * BLOCKS + block)
             have, _, _ = amounts(
-                x, listed, few, least, least, least, peak, least, 0.0, 1.0,
+                x, row, edits, listed, few, least, least, least, peak, least, 0.0, 1.0,
                 stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                 False, 1, True, TOP, UNIT, ALIGNED, 0, False, BLOCKS, CHUNK, STEPS, TILE,
             )  # fmt: skip
@@ -100,7 +104,7 @@ def _largest_kernel(
             beyond = tl.zeros([], tl.int64)
             r1, r2 = expect(low, have, highest, beyond, target, SHIFT)
             rank = search(
-                x, listed, few, low, highest, have, beyond, target, r1, r2,
+                x, row, edits, listed, few, low, highest, have, beyond, target, r1, r2,
                 peak, least, 0.0, 1.0,
                 stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                 False, 1, True, TOP, UNIT, ALIGNED, SHIFT, 0, False, BLOCKS, CHUNK, STEPS, TILE,
@@ -108,7 +112,7 @@ def _largest_kernel(
             last = value_of(rank, SHIFT)
             for start in range(0, few, TILE // (STEPS * CHUNK)):
                 values, _part, _exists = read(
-                    x, listed, few, start, stride_s, stride_v, first_ptr, source, width,
+                    x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
                     part_columns, vocab_size, 1, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
                 values = tl.reshape(values, [TILE]) + 0.0  # -0 is +0
@@ -192,10 +196,15 @@ def _cut_kernel(
 
 
 def largest(
-    x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int, size: int
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    edits: Sequence[Tensor],
+    vocab_size: int,
+    size: int,
 ) -> Tensor:
     """The kernels of `ops.largest`."""
-    logits = (x_NSv, first_id_S, rows_R, vocab_size)
+    logits = (x_NSv, first_id_S, rows_R, edits, vocab_size)
     part_peak_RSC, part_nans_RSC, top_RSCb = first_pass(*logits, tops=True)
     (R, S, _), v = part_peak_RSC.shape, x_NSv.shape[2]
     assert top_RSCb is not None
@@ -212,6 +221,7 @@ def largest(
             top_RSCb,
             first_id_S.new_empty((programs, PARTS * blocks), dtype=torch.int32),
             found_RSn,
+            edit_arguments(edits, first_id_S),
             R,
             S,
             v,
@@ -221,13 +231,14 @@ def largest(
             UNIT=x_NSv.stride(2) == 1,
             ALIGNED=v % CHUNK == 0,
             HAS_ROWS=rows_R is not None,
-            SHIFT=SHIFT_OF[x_NSv.dtype],
+            SHIFT=SHIFT_OF[value_dtype(edits, x_NSv.dtype)],
             SIZE=size,
             BLOCKS=blocks,
             CHUNK=CHUNK,
             STEPS=triton.next_power_of_2(triton.cdiv(part_width(v), blocks * CHUNK)),
             TILE=TILE,
             num_warps=WARPS,
+            enable_fp_fusion=False,
         )
     return found_RSn
 

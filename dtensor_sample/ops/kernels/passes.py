@@ -9,15 +9,17 @@ their rows by a counter, 46 and 145 us instead of 51 and 166; persistent program
 and weigh another in the same loop, 79 us; a program a row, 42 us, but nothing for few rows.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.kernels.edits import edit, edit_arguments, fetch, value_dtype
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
     SIZES,
-    clean,
     integer_sum,
     integer_weight,
     is_tame,
@@ -50,7 +52,8 @@ def _peaks_kernel(
     rows_ptr,  # [R] int64, or unused
     peak_ptr,  # out: [R, S, PARTS] float32, the largest value of each part
     nans_ptr,  # out: [R, S, PARTS] int32, its NaN logits
-    top_ptr,  # out: [R, S, PARTS, LANES / CHUNK] of the logits' dtype, or unused: see `_peaks`
+    top_ptr,  # out: [R, S, PARTS, LANES / CHUNK] of `value_dtype`, or unused: see `_peaks`
+    edits,  # of `edit_arguments`
     segments,  # S
     width,  # v
     part_columns,  # columns of a part
@@ -72,8 +75,14 @@ def _peaks_kernel(
     source = source_row(rows_ptr, row, HAS_ROWS)
     count = segment_count(first_ptr, segment, source, width, vocab_size)
     x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
-    best, nans = _peaks(x, begin, stride_v, width, part_columns, count, UNIT, G, LANES)
-    best = tl.minimum(best, TOP) + 0.0  # -0 is +0
+    if edits[0] is None:
+        best, nans = _peaks(x, begin, stride_v, width, part_columns, count, UNIT, G, LANES)
+        best = tl.minimum(best, TOP) + 0.0  # -0 is +0
+    else:
+        best, nans = _edited_peaks(
+            x, begin, stride_v, width, part_columns, count, segment * width, row, edits,
+            TOP, UNIT, G, LANES,
+        )  # fmt: skip
     part = item.to(tl.int64) * G + tl.arange(0, G)
     tl.store(peak_ptr + part, tl.max(best, 1))
     tl.store(nans_ptr + part, tl.sum(nans, 1))
@@ -95,6 +104,7 @@ def _peak_kernel(
     part_peak_ptr,  # [R, S, PARTS] float32
     part_nans_ptr,  # [R, S, PARTS] int32
     packed_ptr,  # out: [R, S, 2] int64
+    edits,  # of `edit_arguments`
     segments,  # S
     width,  # v
     part_columns,  # columns of a part
@@ -117,7 +127,10 @@ def _peak_kernel(
         source = source_row(rows_ptr, row, HAS_ROWS)
         count = segment_count(first_ptr, segment, source, width, vocab_size)
         x = x_ptr + source * stride_n + segment.to(tl.int64) * stride_s
-        column = first_of(x, holder, stride_v, width, part_columns, count, peak, TOP, UNIT, TILE)
+        column = first_of(
+            x, holder, stride_v, width, part_columns, count, peak, segment * width, row, edits,
+            TOP, UNIT, TILE,
+        )  # fmt: skip
     bits = peak.to(tl.int32, bitcast=True).to(tl.int64)
     key = tl.where(bits >= 0, bits + (1 << 31), -1 - bits)
     packed = (key << 31) | (_NOWHERE - tl.minimum(first + column, _NOWHERE))
@@ -142,6 +155,7 @@ def _masses_kernel(
     mass_ptr,  # out: [R, S, PARTS] int64
     argmax_ptr,  # out, if WHOLE: [R] int64
     nans_ptr,  # out, if WHOLE: [R] int64
+    edits,  # of `edit_arguments`
     segments,  # S
     width,  # v
     part_columns,  # columns of a part
@@ -174,7 +188,7 @@ def _masses_kernel(
         floor = tl.load(floor_ptr + row)
     mass = _masses(
         x, begin, stride_v, width, part_columns, count, peak, floor, scale,
-        TOP, UNIT, unit_bits, EXACT, G, LANES,
+        segment * width, row, edits, TOP, UNIT, unit_bits, EXACT, G, LANES,
     )  # fmt: skip
     tl.store(mass_ptr + item.to(tl.int64) * G + tl.arange(0, G), mass)
     if WHOLE:
@@ -187,8 +201,9 @@ def _masses_kernel(
         place = holder - segment * _PARTS
         if (place >= begin) & (place < begin + G):
             column = first_of(
-                x, place, stride_v, width, part_columns, count, peak, TOP, UNIT, G * LANES
-            )
+                x, place, stride_v, width, part_columns, count, peak, segment * width, row, edits,
+                TOP, UNIT, G * LANES,
+            )  # fmt: skip
             tl.store(argmax_ptr + row, tl.load(first_ptr + segment) + column)
 
 
@@ -242,6 +257,25 @@ def _peaks(
 
 
 @triton.jit
+def _edited_peaks(
+    x, begin, stride_v, width, part_columns, count, base, row, edits,
+    TOP: tl.constexpr, UNIT: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """What `_peaks` finds, of edited values; NaN are counted before."""
+    lane = tl.arange(0, LANES)[None, :]
+    column = (begin + tl.arange(0, G))[:, None] * part_columns + lane
+    best = tl.full([G, LANES], -_INF, tl.float32)
+    nans = tl.zeros([G, LANES], tl.int32)
+    for step in range(0, tl.where(begin * part_columns < count, part_columns, 0), LANES):
+        wanted = (lane + step < part_columns) & (column + step < count)
+        values = load(x, column + step, stride_v, wanted, UNIT)
+        nans += (values != values).to(tl.int32)
+        values = tl.where(values > TOP, TOP, values)
+        best = tl.maximum(best, edit(values, base + column + step, wanted, row, edits))
+    return best, nans
+
+
+@triton.jit
 def _max(a, b):
     """The larger value, or NaN if one is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -249,7 +283,7 @@ def _max(a, b):
 
 @triton.jit
 def _masses(
-    x, begin, stride_v, width, part_columns, count, peak, floor, scale,
+    x, begin, stride_v, width, part_columns, count, peak, floor, scale, base, row, edits,
     TOP: tl.constexpr, UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
     G: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -260,7 +294,10 @@ def _masses(
     full = part_columns // LANES * LANES
     if EXACT:
         total = unit_sum(column, unit_bits)
-        if ((begin + G) * part_columns <= count) & is_tame(peak, scale, TOP):
+        quick = ((begin + G) * part_columns <= count) & is_tame(peak, scale, TOP)
+        if edits[0] is not None:  # those take care
+            quick = quick & (count < 0)
+        if quick:
             if floor <= peak + lowest:
                 for step in range(0, full, LANES):
                     values = load(x, column + step, stride_v, None, UNIT)
@@ -275,16 +312,20 @@ def _masses(
         else:
             for step in range(0, tl.where(begin * part_columns < count, part_columns, 0), LANES):
                 present = (lane + step < part_columns) & (column + step < width)
-                values = load(x, column + step, stride_v, present, UNIT)
-                values = clean(values, column + step < count, TOP)
+                values = fetch(
+                    x, column + step, stride_v, present, column + step < count, base, row, edits,
+                    TOP, UNIT,
+                )  # fmt: skip
                 total += weight(values, peak, least, lowest, scale, "exact")
         sums = integer_sum(total, unit_bits)
     else:
         sums = tl.zeros([G, LANES], tl.int64)
         for step in range(0, part_columns, LANES):
             present = (lane + step < part_columns) & (column + step < width)
-            values = load(x, column + step, stride_v, present, UNIT)
-            values = clean(values, column + step < count, TOP)
+            values = fetch(
+                x, column + step, stride_v, present, column + step < count, base, row, edits,
+                TOP, UNIT,
+            )  # fmt: skip
             sums += integer_weight(values, peak, least, scale, unit_bits, EXACT)
     return tl.sum(sums, 1)
 
@@ -304,21 +345,28 @@ def row_peak(part_peak_ptr, part_nans_ptr, row, segments, ALL_PARTS: tl.constexp
 
 @triton.jit
 def first_of(
-    x, part, stride_v, width, part_columns, count, value,
+    x, part, stride_v, width, part_columns, count, value, base, row, edits,
     TOP: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The first column of a part that holds a value."""
     found = tl.full([TILE], _NOWHERE, tl.int32)
     for step in range(0, part_columns, TILE):
         column = part * part_columns + step + tl.arange(0, TILE)
-        values = load(x, column, stride_v, column < width, UNIT)
-        values = clean(values, column < count, TOP)
+        values = fetch(
+            x, column, stride_v, column < width, column < count, base, row, edits, TOP, UNIT
+        )
         found = tl.minimum(found, tl.where(values == value, column, _NOWHERE))
     return tl.min(found, 0)
 
 
 def first_pass(
-    x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int, *, tops: bool = False
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    edits: Sequence[Tensor],
+    vocab_size: int,
+    *,
+    tops: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Peaks of parts.
 
@@ -332,7 +380,8 @@ def first_pass(
     G = wide_items(v) if tops else item_parts(R, S, v)
     step, top_RSCb = _TILE // G, None
     if tops:
-        top_RSCb = x_NSv.new_empty((R, S, PARTS, step // CHUNK))
+        dtype = value_dtype(edits, x_NSv.dtype)
+        top_RSCb = x_NSv.new_empty((R, S, PARTS, step // CHUNK), dtype=dtype)
     if R > 0:
         _peaks_kernel[(R * S * (PARTS // G),)](
             x_NSv,
@@ -342,6 +391,7 @@ def first_pass(
             peak_RSC,
             nans_RSC,
             top_RSCb,
+            edit_arguments(edits, first_id_S),
             S,
             v,
             part_width(v),
@@ -354,13 +404,20 @@ def first_pass(
             LANES=step,
             CHUNK=CHUNK,
             num_warps=_WARPS,
+            enable_fp_fusion=False,
         )
     return peak_RSC, nans_RSC, top_RSCb
 
 
-def peak(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int) -> Tensor:
+def peak(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    edits: Sequence[Tensor],
+    vocab_size: int,
+) -> Tensor:
     """The kernels of `ops.peak`."""
-    peak_RSC, nans_RSC, _ = first_pass(x_NSv, first_id_S, rows_R, vocab_size)
+    peak_RSC, nans_RSC, _ = first_pass(x_NSv, first_id_S, rows_R, edits, vocab_size)
     (R, S, _), v = peak_RSC.shape, x_NSv.shape[2]
     packed_RS2 = first_id_S.new_empty((R, S, 2))
     if R > 0:
@@ -372,6 +429,7 @@ def peak(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: i
             peak_RSC,
             nans_RSC,
             packed_RS2,
+            edit_arguments(edits, first_id_S),
             S,
             v,
             part_width(v),
@@ -381,6 +439,7 @@ def peak(x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: i
             HAS_ROWS=rows_R is not None,
             TILE=_TILE,
             num_warps=_WARPS,
+            enable_fp_fusion=False,
         )
     return packed_RS2
 
@@ -389,6 +448,7 @@ def mass(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -397,7 +457,7 @@ def mass(
     """The kernel of `ops.mass`."""
     mass_RSC = first_id_S.new_empty((peak_R.shape[0], x_NSv.shape[1], PARTS))
     second_pass(
-        (x_NSv, first_id_S, rows_R, vocab_size),
+        (x_NSv, first_id_S, rows_R, edits, vocab_size),
         (None, None, None, scale_R.contiguous()),
         (peak_R.contiguous(), floor_R.contiguous(), mass_RSC, None, None),
     )
@@ -405,18 +465,18 @@ def mass(
 
 
 def second_pass(
-    logits: tuple[Tensor, Tensor, Tensor | None, int],
+    logits: tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor], int],
     given: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor],
     found: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
 ) -> None:
     """Masses of parts, and if parts' peaks and NaN counts are given, what those are of rows.
 
     Args:
-        logits: x_NSv, first_id_S, rows_R, vocab_size.
+        logits: x_NSv, first_id_S, rows_R, edits, vocab_size.
         given: peaks and NaN counts of all parts, min_p_R, scale_R.
         found: peak_R, floor_R, mass_RSC, argmax_R, nans_R.
     """
-    x_NSv, first_id_S, rows_R, vocab_size = logits
+    x_NSv, first_id_S, rows_R, edits, vocab_size = logits
     (_, S, v), R = x_NSv.shape, found[0].shape[0]
     bits, G = weight_bits(vocab_size), item_parts(R, S, v)
     if R > 0:
@@ -427,6 +487,7 @@ def second_pass(
             rows_R,
             *given,
             *found,
+            edit_arguments(edits, first_id_S),
             S,
             v,
             part_width(v),

@@ -1,10 +1,13 @@
 """Finding the token at a point of a row's running sum, and making the point."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.kernels.edits import edit, edit_arguments, fetch
 from dtensor_sample.ops.kernels.residual import (
     NO_DRAFT,
     DraftArguments,
@@ -17,7 +20,6 @@ from dtensor_sample.ops.kernels.values import (
     SIZES,
     clean,
     integer_weight,
-    load,
     row_limits,
     segment_count,
     source_row,
@@ -82,6 +84,8 @@ def _pick_kernel(
     draft_total_ptr,
     one_hot_ptr,
     draft_width,
+    edits,  # of `edit_arguments`
+    draft_edits,  # likewise, if RESIDUAL
     segments,  # S
     width,  # v
     part_columns,  # columns of a part
@@ -114,7 +118,8 @@ def _pick_kernel(
     segment = tl.maximum(at, 0) // _PARTS
     source = source_row(rows_ptr, row, HAS_ROWS)
     count = segment_count(first_ptr, segment, source, width, vocab_size)
-    base = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
+    x_ptr += tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
+    base = segment * width
     peak = tl.load(peak_ptr + row)
     scale = tl.load(scale_ptr + row)
     least, _ = row_limits(peak, tl.load(floor_ptr + row), scale)
@@ -132,15 +137,14 @@ def _pick_kernel(
     first_column = end
     before = running
     for step in range(0, end - begin, TILE):
-        x = clean(
-            load(base, column + step, stride_v, column + step < width, UNIT),
-            column + step < end,
-            TOP,
-        )
+        x = fetch(
+            x_ptr, column + step, stride_v, column + step < width, column + step < end,
+            base, row, edits, TOP, UNIT,
+        )  # fmt: skip
         if RESIDUAL:
             amount = residual(
                 x, column + step, peak, least, scale, factor, draft, draft_stride_w, left, hot,
-                draft_peak, draft_least, draft_scale, draft_factor,
+                draft_peak, draft_least, draft_scale, draft_factor, base, row, draft_edits,
                 DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
             )  # fmt: skip
         else:
@@ -154,11 +158,11 @@ def _pick_kernel(
         before = tl.maximum(before, tl.max(tl.where(here, beyond - sums, 0), 0))
         running += tl.sum(sums, 0)
     column = first_column + tl.arange(0, _BLOCK)
-    x = clean(load(base, column, stride_v, column < end, UNIT), column < end, TOP)
+    x = fetch(x_ptr, column, stride_v, column < end, column < end, base, row, edits, TOP, UNIT)
     if RESIDUAL:
         amount = residual(
             x, column, peak, least, scale, factor, draft, draft_stride_w, left, hot,
-            draft_peak, draft_least, draft_scale, draft_factor,
+            draft_peak, draft_least, draft_scale, draft_factor, base, row, draft_edits,
             DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
         )  # fmt: skip
     else:
@@ -182,6 +186,7 @@ def _lookup_kernel(
     scale_ptr,  # [R] float32
     token_ptr,  # [R] int64
     weight_ptr,  # out: [R] int64
+    edits,  # of `edit_arguments`
     segments,  # S
     width,  # v
     vocab_size,
@@ -202,6 +207,8 @@ def _lookup_kernel(
     here = (segment < segments) & (column >= 0) & (column < tl.where(known, width, 0))
     at = tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s + column * stride_v
     x = clean(tl.load(x_ptr + at, mask=here, other=-float("inf")).to(tl.float32), here, TOP)
+    if edits[0] is not None:
+        x = edit(x, segment.to(tl.int64) * width + column, here, row, edits)
     peak = tl.load(peak_ptr + row)
     scale = tl.load(scale_ptr + row)
     least, _ = row_limits(peak, tl.load(floor_ptr + row), scale)
@@ -231,6 +238,7 @@ def pick(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -239,7 +247,7 @@ def pick(
     vocab_size: int,
 ) -> Tensor:
     """The kernel of `ops.pick`."""
-    row = (x_NSv, first_id_S, rows_R, peak_R, floor_R, scale_R)
+    row = (x_NSv, first_id_S, rows_R, edits, peak_R, floor_R, scale_R)
     return _pick(row, None, start_RSC, point_R, vocab_size)
 
 
@@ -247,6 +255,7 @@ def residual_pick(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -254,6 +263,7 @@ def residual_pick(
     ratio_R: Tensor,
     draft_MSw: Tensor,
     draft_rows_R: Tensor,
+    draft_edits: Sequence[Tensor],
     draft_peak_R: Tensor,
     draft_floor_R: Tensor,
     draft_scale_R: Tensor,
@@ -264,20 +274,22 @@ def residual_pick(
     vocab_size: int,
 ) -> Tensor:
     """The kernel of `ops.residual_pick`."""
-    row = (x_NSv, first_id_S, rows_R, peak_R, floor_R, scale_R)
-    draft = (draft_MSw, draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
-    of_draft = draft_arguments(total_R, ratio_R, *draft, one_hot_R, x_NSv.shape[2])
+    row = (x_NSv, first_id_S, rows_R, edits, peak_R, floor_R, scale_R)
+    of_draft = draft_arguments(
+        total_R, ratio_R, draft_MSw, draft_rows_R, draft_edits, draft_peak_R, draft_floor_R,
+        draft_scale_R, draft_total_R, one_hot_R, first_id_S, x_NSv.shape[2],
+    )  # fmt: skip
     return _pick(row, of_draft, start_RSC, point_R, vocab_size)
 
 
 def _pick(
-    row: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor],
+    row: tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor, Tensor],
     draft: DraftArguments | None,
     start_RSC: Tensor,
     point_R: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    x_NSv, first_id_S, rows_R, *of_row = row
+    x_NSv, first_id_S, rows_R, edits, *of_row = row
     (_, S, v), R = x_NSv.shape, count_rows(x_NSv, rows_R)
     id_R = first_id_S.new_empty(R)
     bits = weight_bits(vocab_size)
@@ -293,6 +305,8 @@ def _pick(
             point_R.contiguous(),
             id_R,
             *(NO_DRAFT if draft is None else draft).values,
+            edit_arguments(edits, first_id_S),
+            (NO_DRAFT if draft is None else draft).edits,
             S,
             v,
             part_width(v),
@@ -317,6 +331,7 @@ def lookup(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -338,6 +353,7 @@ def lookup(
             scale_R.contiguous(),
             token_R.contiguous(),
             weight_R,
+            edit_arguments(edits, first_id_S),
             S,
             v,
             vocab_size,

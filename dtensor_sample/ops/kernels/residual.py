@@ -1,5 +1,6 @@
 """What the target has and the draft has not, in one reading of both rows' logits."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -7,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.kernels.edits import NO_EDITS, edit_arguments, fetch
 from dtensor_sample.ops.kernels.passes import item_parts, item_place
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
     SIZES,
-    clean,
     is_tame,
     load,
     probability_units,
@@ -37,10 +38,12 @@ class DraftArguments(NamedTuple):
     """The largest finite value of the draft logits' dtype."""
     unit: bool
     """Whether neighbouring columns lie side by side."""
+    edits: tuple[Any, ...]
+    """Of the drafts' rows, see `edit_arguments`."""
 
 
 NO_DRAFT = DraftArguments(
-    (None, None, None, 0, 0, 0, None, None, None, None, None, None, 0), 0.0, True
+    (None, None, None, 0, 0, 0, None, None, None, None, None, None, 0), 0.0, True, NO_EDITS
 )
 
 
@@ -49,16 +52,18 @@ def draft_arguments(
     ratio_R: Tensor,
     draft_MSw: Tensor,
     draft_rows_R: Tensor,
+    draft_edits: Sequence[Tensor],
     draft_peak_R: Tensor,
     draft_floor_R: Tensor,
     draft_scale_R: Tensor,
     draft_total_R: Tensor,
     one_hot_R: Tensor,
+    first_id_S: Tensor,
     width: int,
 ) -> DraftArguments:
     """The arguments of `ops.residual_mass` about the draft, as kernels take them.
 
-    `width`: columns of a segment of the target's.
+    `first_id_S`, `width`: first ids and columns of the segments of the target's.
     """
     of_row = (draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R, one_hot_R)
     values = (
@@ -71,7 +76,8 @@ def draft_arguments(
         *(x_R.contiguous() for x_R in of_row),
         draft_MSw.shape[2],
     )
-    return DraftArguments(values, torch.finfo(draft_MSw.dtype).max, draft_MSw.stride(2) == 1)
+    top, unit = torch.finfo(draft_MSw.dtype).max, draft_MSw.stride(2) == 1
+    return DraftArguments(values, top, unit, edit_arguments(draft_edits, first_id_S))
 
 
 @triton.jit
@@ -106,13 +112,14 @@ def draft_row(
 @triton.jit
 def residual(
     values, column, peak, least, scale, factor, draft, draft_stride_w, left, hot,
-    draft_peak, draft_least, draft_scale, draft_factor,
+    draft_peak, draft_least, draft_scale, draft_factor, base, row, draft_edits,
     DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The int64 max(ratio * p - q, 0) of columns of a segment, given the target's clean values."""
     p = probability_units(values, peak, least, 0.0, scale, factor, "exact", unit_bits, EXACT)
-    drafted = clean(
-        load(draft, column, draft_stride_w, column < left, DRAFT_UNIT), column < left, DRAFT_TOP
+    there = column < left
+    drafted = fetch(
+        draft, column, draft_stride_w, there, there, base, row, draft_edits, DRAFT_TOP, DRAFT_UNIT
     )
     q = probability_units(
         drafted, draft_peak, draft_least, 0.0, draft_scale, draft_factor, "exact", unit_bits, EXACT
@@ -145,6 +152,8 @@ def _residual_mass_kernel(
     one_hot_ptr,  # [R] int64
     draft_width,  # w
     mass_ptr,  # out: [R, S, PARTS] int64
+    edits,  # of `edit_arguments`
+    draft_edits,  # likewise
     segments,  # S
     width,  # v
     part_columns,  # columns of a part
@@ -184,7 +193,7 @@ def _residual_mass_kernel(
     total = tl.zeros([G, LANES], tl.int64)
     # Quickly what needs no care, then the rest.
     careful = 0
-    if EXACT:
+    if EXACT and edits[0] is None and draft_edits[0] is None:
         end = (begin + G) * part_columns
         if is_tame(peak, scale, TOP) & (end <= count) & (left == 0):
             careful = part_columns // LANES * LANES
@@ -210,10 +219,11 @@ def _residual_mass_kernel(
                 total += tl.where(column + step == hot, 0, tl.maximum(p - q, 0))
     for step in range(careful, tl.where(begin * part_columns < count, part_columns, 0), LANES):
         wanted = (lane + step < part_columns) & (column + step < count)
-        values = clean(load(x, column + step, stride_v, wanted, UNIT), wanted, TOP)
+        base = segment * width
+        values = fetch(x, column + step, stride_v, wanted, wanted, base, row, edits, TOP, UNIT)
         total += residual(
             values, column + step, peak, least, scale, factor, draft, draft_stride_w, left, hot,
-            draft_peak, draft_least, draft_scale, draft_factor,
+            draft_peak, draft_least, draft_scale, draft_factor, base, row, draft_edits,
             DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
         )  # fmt: skip
     tl.store(mass_ptr + item.to(tl.int64) * G + tl.arange(0, G), tl.sum(total, 1))
@@ -271,6 +281,7 @@ def residual_mass(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -278,6 +289,7 @@ def residual_mass(
     ratio_R: Tensor,
     draft_MSw: Tensor,
     draft_rows_R: Tensor,
+    draft_edits: Sequence[Tensor],
     draft_peak_R: Tensor,
     draft_floor_R: Tensor,
     draft_scale_R: Tensor,
@@ -287,8 +299,8 @@ def residual_mass(
 ) -> Tensor:
     """The kernel of `ops.residual_mass`."""
     draft = draft_arguments(
-        total_R, ratio_R, draft_MSw, draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R,
-        draft_total_R, one_hot_R, x_NSv.shape[2],
+        total_R, ratio_R, draft_MSw, draft_rows_R, draft_edits, draft_peak_R, draft_floor_R,
+        draft_scale_R, draft_total_R, one_hot_R, first_id_S, x_NSv.shape[2],
     )  # fmt: skip
     (_, S, v), R = x_NSv.shape, count_rows(x_NSv, rows_R)
     mass_RSC = first_id_S.new_empty((R, S, PARTS))
@@ -304,6 +316,8 @@ def residual_mass(
             scale_R.contiguous(),
             *draft.values,
             mass_RSC,
+            edit_arguments(edits, first_id_S),
+            draft.edits,
             S,
             v,
             part_width(v),

@@ -1,16 +1,17 @@
 """Counts and sums of rows in one pass over the logits, by atomic additions."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.kernels.edits import edit_arguments, fetch
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
     SIZES,
-    clean,
     integer_weight,
-    load,
     row_limits,
     segment_count,
     source_row,
@@ -37,6 +38,7 @@ def _tally_kernel(
     scale_ptr,  # [R] float32
     value_ptr,  # [R] float32
     tally_ptr,  # zeros, out: [R, 3] int64
+    edits,  # of `edit_arguments`
     segments,  # S
     width,  # v
     vocab_size,
@@ -70,7 +72,10 @@ def _tally_kernel(
     spread = tl.zeros([TILE], tl.int64)
     for start in range(piece * COLUMNS, tl.minimum(piece * COLUMNS + COLUMNS, count), TILE):
         column = start + tl.arange(0, TILE)
-        values = clean(load(x, column, stride_v, column < width, UNIT), column < count, TOP)
+        values = fetch(
+            x, column, stride_v, column < width, column < count, segment * width, row, edits,
+            TOP, UNIT,
+        )  # fmt: skip
         larger += (values > value).to(tl.int32)
         kept += ((values >= floor) & (values > -_INF)).to(tl.int32)
         if SPREAD:
@@ -90,6 +95,7 @@ def tally(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
@@ -112,6 +118,7 @@ def tally(
             scale_R.contiguous(),
             value_R.contiguous(),
             tally_R3,
+            edit_arguments(edits, first_id_S),
             S,
             v,
             vocab_size,

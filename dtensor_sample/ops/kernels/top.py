@@ -4,12 +4,16 @@ The n largest tokens lie in at most n blocks, those with the n largest tokens of
 with their ids, all tokens differ. So the second step reads n blocks a row, whatever is tied.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_sample.ops.kernels.values import SIZES, clean, load, segment_count, source_row
+from dtensor_sample.ops.edits import Edits
+from dtensor_sample.ops.kernels.edits import edit_arguments, fetch
+from dtensor_sample.ops.kernels.values import SIZES, segment_count, source_row
 from dtensor_sample.ops.peak import pack_value
 from dtensor_sample.ops.top import top_by_rows
 from dtensor_sample.ops.values import count_rows, values_at
@@ -33,6 +37,7 @@ def _block_tops_kernel(
     first_ptr,  # [S] int64
     rows_ptr,  # [R] int64, or unused
     top_ptr,  # out: [R, S, blocks] int64
+    edits,  # of `edit_arguments`
     segments,  # S
     width,  # v
     blocks,  # of a segment
@@ -55,7 +60,9 @@ def _block_tops_kernel(
     count = segment_count(first_ptr, segment, source, width, vocab_size)
     x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
     column = piece * BLOCKS * BLOCK + tl.arange(0, BLOCKS * BLOCK)
-    values = clean(load(x, column, stride_v, column < width, UNIT), column < count, TOP) + 0.0
+    values = 0.0 + fetch(
+        x, column, stride_v, column < width, column < count, segment * width, row, edits, TOP, UNIT
+    )
     bits = values.to(tl.int32, bitcast=True).to(tl.int64)
     key = tl.where(bits >= 0, bits + (1 << 31), -1 - bits)
     packed = (key << 31) | (_LAST_ID - tl.load(first_ptr + segment) - column)
@@ -67,13 +74,18 @@ def _block_tops_kernel(
 
 
 def top(
-    x_NSv: Tensor, first_id_S: Tensor, rows_R: Tensor | None, vocab_size: int, count: int
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    edits: Sequence[Tensor],
+    vocab_size: int,
+    count: int,
 ) -> Tensor:
     """The kernel of `ops.top`."""
     (N, S, v), R = x_NSv.shape, count_rows(x_NSv, rows_R)
     blocks = triton.cdiv(v, _BLOCK)
     if 2 * count >= S * blocks:  # most blocks: no better than all
-        return top_by_rows(x_NSv, first_id_S, rows_R, vocab_size, count)
+        return top_by_rows(x_NSv, first_id_S, rows_R, edits, vocab_size, count)
     top_RSb = first_id_S.new_empty((R, S, blocks))
     if R > 0:
         _block_tops_kernel[(R * S * triton.cdiv(blocks, _BLOCKS),)](
@@ -82,6 +94,7 @@ def top(
             first_id_S,
             rows_R,
             top_RSb,
+            edit_arguments(edits, first_id_S),
             S,
             v,
             blocks,
@@ -92,6 +105,7 @@ def top(
             BLOCKS=_BLOCKS,
             BLOCK=_BLOCK,
             num_warps=4,
+            enable_fp_fusion=False,
         )
     block_RC = top_RSb.flatten(1).topk(count, sorted=False).indices
     row_R = torch.arange(N, device=x_NSv.device) if rows_R is None else rows_R
@@ -104,7 +118,8 @@ def top(
         column_rCb = (block_RC[part] % blocks * _BLOCK)[..., None] + place_b
         segment_rCb = segment_rC[..., None].expand_as(column_rCb)
         at = (segment_rCb.flatten(1), column_rCb.flatten(1), vocab_size)
-        value_r1W, id_r1W = values_at(x_NSv, first_id_S, row_R[part], *at)
+        own = Edits(*edits).at(part) if edits else ()
+        value_r1W, id_r1W = values_at(x_NSv, first_id_S, row_R[part], own, *at)
         packed_r1W = torch.where(value_r1W > -torch.inf, pack_value(value_r1W, id_r1W), -1)
         found_RC[part] = packed_r1W[:, 0].topk(count).values
     return found_RC[:, None]

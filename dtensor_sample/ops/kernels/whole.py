@@ -12,11 +12,14 @@ three of them, the middle one by rank, which halves the range, and two close aro
 line through the amounts at both bounds would meet the target, which often does much better.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.kernels.edits import edit_arguments, fetch, value_dtype
 from dtensor_sample.ops.kernels.passes import (
     CHUNK,
     first_of,
@@ -27,10 +30,8 @@ from dtensor_sample.ops.kernels.passes import (
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
     SIZES,
-    clean,
     integer_sum,
     integer_weight,
-    load,
     row_limits,
     source_row,
     unit_sum,
@@ -62,7 +63,7 @@ def _whole_kernel(
     rows_ptr,  # [R] int64, or unused
     part_peak_ptr,  # [R, S, PARTS] float32
     part_nans_ptr,  # [R, S, PARTS] int32
-    top_ptr,  # [R, S, PARTS, blocks] of the logits' dtype
+    top_ptr,  # [R, S, PARTS, blocks] of `value_dtype`
     list_ptr,  # scratch: [programs, S * PARTS * blocks] int32
     min_p_ptr,  # [R] float32
     scale_ptr,  # [R] float32
@@ -73,6 +74,7 @@ def _whole_kernel(
     mass_ptr,  # zeros, out: [R, S, PARTS] int64
     argmax_ptr,  # out: [R] int64
     nans_ptr,  # out: [R] int64
+    edits,  # of `edit_arguments`
     rows,  # R
     segments,  # S
     width,  # v
@@ -85,7 +87,7 @@ def _whole_kernel(
     HAS_ROWS: tl.constexpr,
     TOP_K: tl.constexpr,  # whether any row uses top-k
     TOP_P: tl.constexpr,  # whether any row uses top-p
-    SHIFT: tl.constexpr,  # float32 bits that the logits' dtype lacks
+    SHIFT: tl.constexpr,  # float32 bits that `value_dtype` lacks
     unit_bits,  # S of `weight_bits`
     EXACT: tl.constexpr,  # whether that allows exact float64 sums
     ALL_PARTS: tl.constexpr,  # S * PARTS, rounded up to a power of two
@@ -120,7 +122,7 @@ def _whole_kernel(
                 least = tl.maximum(floor, largest_top(tops, top_k, highest, SHIFT))
                 few = choose(listed, tops >= least, block)
                 have, _, _ = amounts(
-                    x, listed, few, least, least, least, peak, least, 0.0, scale,
+                    x, row, edits, listed, few, least, least, least, peak, least, 0.0, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                     False, 1, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
                     BLOCKS, CHUNK, STEPS, TILE,
@@ -130,7 +132,7 @@ def _whole_kernel(
                 beyond = tl.zeros([], tl.int64)
                 r1, r2 = expect(low, have, highest, beyond, target, SHIFT)
                 rank = search(
-                    x, listed, few, low, highest, have, beyond, target, r1, r2,
+                    x, row, edits, listed, few, low, highest, have, beyond, target, r1, r2,
                     peak, least, 0.0, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                     False, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
@@ -148,7 +150,7 @@ def _whole_kernel(
                 if few > 2 * _FEW:
                     bound = tl.maximum(least, largest_top(tops, _FEW, highest, SHIFT))
                 have, inside, _ = amounts(
-                    x, listed, few, least, bound, bound, peak, least, lowest, scale,
+                    x, row, edits, listed, few, least, bound, bound, peak, least, lowest, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                     True, 1, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
                     BLOCKS, CHUNK, STEPS, TILE,
@@ -167,7 +169,7 @@ def _whole_kernel(
                     beyond = inside
                     # Ask every 16th block first.
                     had, _, _ = amounts(
-                        x, listed, few, least, least, least, peak, least, lowest, scale,
+                        x, row, edits, listed, few, least, least, least, peak, least, lowest, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                         True, 16, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
                         BLOCKS, CHUNK, STEPS, TILE,
@@ -175,7 +177,7 @@ def _whole_kernel(
                     wanted = fraction(had, top_p)
                     r1, r2 = expect(low, had, highest, beyond * 0, wanted, SHIFT)
                     guess = value_of(search(
-                        x, listed, few, low, highest, had, beyond * 0, wanted, r1, r2,
+                        x, row, edits, listed, few, low, highest, had, beyond * 0, wanted, r1, r2,
                         peak, least, lowest, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                         True, 16, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
@@ -184,7 +186,7 @@ def _whole_kernel(
                     margin = _MARGIN / scale
                     r1, r2 = rank_of(guess - margin, SHIFT), rank_of(guess + margin, SHIFT)
                 rank = search(
-                    x, listed, few, low, high, have, beyond, target, r1, r2,
+                    x, row, edits, listed, few, low, high, have, beyond, target, r1, r2,
                     peak, least, lowest, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                     True, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
@@ -196,7 +198,7 @@ def _whole_kernel(
         few = choose(listed, tops >= least, block)
         for start in range(0, few, TILE // (STEPS * CHUNK)):
             values, part, exists = read(
-                x, listed, few, start, stride_s, stride_v, first_ptr, source, width,
+                x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
                 part_columns, vocab_size, 1, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
             )  # fmt: skip
             weights = integer_weight(values, peak, least, scale, unit_bits, EXACT)
@@ -218,8 +220,9 @@ def _whole_kernel(
             count = tl.minimum(tl.maximum(vocab_size - first, 0), width).to(tl.int32)
             x += segment.to(tl.int64) * stride_s
             column = first_of(
-                x, holder % _PARTS, stride_v, width, part_columns, count, peak, TOP, UNIT, TILE
-            )
+                x, holder % _PARTS, stride_v, width, part_columns, count, peak, segment * width,
+                row, edits, TOP, UNIT, TILE,
+            )  # fmt: skip
             tl.store(argmax_ptr + row, first + column)
 
 
@@ -270,7 +273,8 @@ def choose(listed, chosen, block):
 
 @triton.jit
 def read(
-    x, listed, few, start, stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+    x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
+    part_columns, vocab_size,
     EVERY: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -292,13 +296,15 @@ def read(
     else:
         present = present & (column < width)
     x += segment.to(tl.int64)[:, None, None] * stride_s
-    values = load(x, column, stride_v, present, UNIT)
-    return clean(values, present & (column < count[:, None, None]), TOP), part, exists
+    wanted = present & (column < count[:, None, None])
+    base = segment.to(tl.int64)[:, None, None] * width
+    values = fetch(x, column, stride_v, present, wanted, base, row, edits, TOP, UNIT)
+    return values, part, exists
 
 
 @triton.jit
 def amounts(
-    x, listed, few, v0, v1, v2, peak, least, lowest, scale,
+    x, row, edits, listed, few, v0, v1, v2, peak, least, lowest, scale,
     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
     WEIGHTED: tl.constexpr, EVERY: tl.constexpr, PACKED: tl.constexpr, TOP: tl.constexpr,
     UNIT: tl.constexpr, ALIGNED: tl.constexpr, unit_bits, EXACT: tl.constexpr,
@@ -315,8 +321,8 @@ def amounts(
     a0, a1, a2 = zeros, zeros, zeros
     for start in range(0, few, TILE // (STEPS * CHUNK) * EVERY):
         values, _, _ = read(
-            x, listed, few, start, stride_s, stride_v, first_ptr, source, width, part_columns,
-            vocab_size, EVERY, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
+            x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
+            part_columns, vocab_size, EVERY, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
         )  # fmt: skip
         if IN_FLOATS:
             amount = weight(values, peak, least, lowest, scale, "exact")
@@ -349,7 +355,8 @@ def amounts(
 
 @triton.jit
 def search(
-    x, listed, few, low, high, at_low, beyond, target, r1, r2, peak, least, lowest, scale,
+    x, row, edits, listed, few, low, high, at_low, beyond, target, r1, r2,
+    peak, least, lowest, scale,
     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
     WEIGHTED: tl.constexpr, EVERY: tl.constexpr, PACKED: tl.constexpr, TOP: tl.constexpr,
     UNIT: tl.constexpr, ALIGNED: tl.constexpr, SHIFT: tl.constexpr, unit_bits,
@@ -366,7 +373,8 @@ def search(
         r1 = tl.minimum(tl.maximum(r1, low + 1), high)
         r2 = tl.minimum(tl.maximum(r2, low + 1), high)
         a0, a1, a2 = amounts(
-            x, listed, few, value_of(middle, SHIFT), value_of(r1, SHIFT), value_of(r2, SHIFT),
+            x, row, edits, listed, few,
+            value_of(middle, SHIFT), value_of(r1, SHIFT), value_of(r2, SHIFT),
             peak, least, lowest, scale,
             stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
             WEIGHTED, EVERY, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
@@ -407,6 +415,7 @@ def weigh(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
+    edits: Sequence[Tensor],
     scale_R: Tensor,
     min_p_R: Tensor,
     top_k_R: Tensor,
@@ -417,7 +426,7 @@ def weigh(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The kernels of the op `weigh`."""
     (_, S, v), R = x_NSv.shape, scale_R.shape[0]
-    logits = (x_NSv, first_id_S, rows_R, vocab_size)
+    logits = (x_NSv, first_id_S, rows_R, edits, vocab_size)
     scale_R, min_p_R, top_k_R, top_p_R = (
         of_row.contiguous() for of_row in (scale_R, min_p_R, top_k_R, top_p_R)
     )
@@ -451,6 +460,7 @@ def weigh(
             mass_RSC.zero_(),
             argmax_R,
             nans_R,
+            edit_arguments(edits, first_id_S),
             R,
             S,
             v,
@@ -463,7 +473,7 @@ def weigh(
             HAS_ROWS=rows_R is not None,
             TOP_K=filter_top_k,
             TOP_P=filter_top_p,
-            SHIFT=SHIFT_OF[x_NSv.dtype],
+            SHIFT=SHIFT_OF[value_dtype(edits, x_NSv.dtype)],
             unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
             ALL_PARTS=triton.next_power_of_2(S * PARTS),
