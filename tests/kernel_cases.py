@@ -199,7 +199,7 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
         listed_RSn = compare("largest", ops.largest, *logits, V, size)[0]
         k_R = shape[2].clamp(max=size)
         compare("cut", ops.cut, listed_RSn, *row_args[4:], k_R, shape[3], V)
-    for count in (1, 5, 9, V):
+    for count in (1, 5, 9, min(V, 5000)):
         compare(f"top {count}", ops.top, *logits, V, count)
     prefix_R = torch.zeros_like(uniform_R)
     for weighted in (False, True):

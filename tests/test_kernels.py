@@ -39,6 +39,10 @@ REAL_CASES = (
     replace(REAL, v=32000, V=32000),
     replace(REAL, v=50257, V=50257),
     replace(REAL, kinds=KINDS[:3], v=262144, V=262144),
+    replace(REAL, kinds=KINDS[:6], edited="bias counts bans mask"),
+    replace(
+        REAL, kinds=KINDS[1:5], S=2, v=64640, V=129279, layout="buffer", edited="counts bans mask"
+    ),
 )
 
 
