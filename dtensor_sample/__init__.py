@@ -7,10 +7,10 @@ from dtensor_sample.functional import sample, sample_with_logprobs
 from dtensor_sample.graphed import GraphedStep
 from dtensor_sample.layout import replicated, vocab_sharded
 from dtensor_sample.logprobs import logprobs
-from dtensor_sample.output import SamplerOutput, TokenLogprobs
-from dtensor_sample.params import BatchedParams, SamplingParams
+from dtensor_sample.output import SamplerOutput
+from dtensor_sample.params import SamplingParams
 from dtensor_sample.plan import ShardPlan
-from dtensor_sample.process import Processor, RowContext, TokenBitmask
+from dtensor_sample.process import TokenBitmask
 from dtensor_sample.rejection import RejectionSampler
 from dtensor_sample.sampler import Sampler
 from dtensor_sample.sharder import BatchSharder
@@ -18,21 +18,17 @@ from dtensor_sample.state import SamplingState
 
 __all__ = [
     "BatchSharder",
-    "BatchedParams",
     "DraftSampler",
     "Drafter",
     "GraphedStep",
     "NgramDrafter",
-    "Processor",
     "RejectionSampler",
-    "RowContext",
     "Sampler",
     "SamplerOutput",
     "SamplingParams",
     "SamplingState",
     "ShardPlan",
     "TokenBitmask",
-    "TokenLogprobs",
     "logprobs",
     "replicated",
     "sample",

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_sample import BatchedParams, SamplingParams, replicated, sample, vocab_sharded
+from dtensor_sample import SamplingParams, replicated, sample, vocab_sharded
+from dtensor_sample.params import BatchedParams
 
 Step = Callable[[Tensor, Tensor, BatchedParams], Tensor]
 

@@ -8,7 +8,8 @@ from typing import Any
 from text import TextStream
 from weights import Checkpoint
 
-from dtensor_sample import SamplingParams, TokenLogprobs
+from dtensor_sample import SamplingParams
+from dtensor_sample.output import TokenLogprobs
 
 PROMPTS = [
     "The capital of France is",

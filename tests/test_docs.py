@@ -28,6 +28,7 @@ from dtensor_sample import (
     replicated,
 )
 from dtensor_sample.__main__ import main
+from dtensor_sample.process import Processor
 from tests.batches import shard_vocab
 from tests.pool import worlds
 
@@ -125,8 +126,8 @@ def run_docstrings(mesh: DeviceMesh) -> tuple[int, str]:
     report = io.StringIO()
     runner = doctest.DocTestRunner(verbose=False)
     found = 0
-    for name in dtensor_sample.__all__:
-        public = getattr(dtensor_sample, name)
+    for name in (*dtensor_sample.__all__, "Processor"):
+        public = getattr(dtensor_sample, name, Processor)
         module = importlib.import_module(getattr(public, "__module__", "dtensor_sample"))
         for test in doctest.DocTestFinder().find(public, name, module=module, globs=dict(given)):
             for example in test.examples:

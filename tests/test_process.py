@@ -11,12 +11,12 @@ from dtensor_sample import (
     BatchSharder,
     DraftSampler,
     RejectionSampler,
-    RowContext,
     Sampler,
     SamplingParams,
     SamplingState,
     TokenBitmask,
 )
+from dtensor_sample.process import RowContext
 from tests.batches import DTYPES, EXCHANGES, shard_vocab
 from tests.pool import FEW_WORLDS, worlds
 from tests.processing import Script, play

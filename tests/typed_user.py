@@ -7,12 +7,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import dtensor_sample as ds
+from dtensor_sample.output import TokenLogprobs
+from dtensor_sample.params import BatchedParams
 
 
 def step(mesh: DeviceMesh, local: Tensor, hidden: Tensor, head: DTensor) -> None:
     params = ds.SamplingParams(temperature=0.7, seed=1)
     assert_type(params.spawn(2), list[ds.SamplingParams])
-    assert_type(ds.SamplingParams.batch([params], "cpu"), ds.BatchedParams)
+    assert_type(ds.SamplingParams.batch([params], "cpu"), BatchedParams)
     logits = ds.vocab_sharded(local, mesh, vocab_size=32)
     assert_type(logits, DTensor)
     assert_type(ds.sample(logits, params, position=0), Tensor)
@@ -25,7 +27,7 @@ def step(mesh: DeviceMesh, local: Tensor, hidden: Tensor, head: DTensor) -> None
     output = ds.Sampler(state)(head, plan)
     assert_type(output, ds.SamplerOutput)
     assert_type(output.token_ids, Tensor)
-    assert_type(output.logprobs, ds.TokenLogprobs | None)
+    assert_type(output.logprobs, TokenLogprobs | None)
     assert_type(plan.select(hidden), Tensor)
     assert_type(plan.owners, tuple[int, ...])
     step = ds.GraphedStep(lambda plan, rows: rows, state, capacities=[4])

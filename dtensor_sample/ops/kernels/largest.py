@@ -65,6 +65,7 @@ def _largest_kernel(
     TOP: tl.constexpr,  # largest finite value of the logits' dtype
     UNIT: tl.constexpr,  # stride_v is 1
     ALIGNED: tl.constexpr,  # width divides by CHUNK
+    PACKED: tl.constexpr,  # counts of tokens of a segment fit 21 bits
     HAS_ROWS: tl.constexpr,
     SHIFT: tl.constexpr,  # float32 bits that `value_dtype` lacks
     SIZE: tl.constexpr,
@@ -97,7 +98,7 @@ def _largest_kernel(
             have, _, _ = amounts(
                 x, row, edits, listed, few, least, least, least, peak, least, 0.0, 1.0,
                 stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                False, 1, True, TOP, UNIT, ALIGNED, 0, False, BLOCKS, CHUNK, STEPS, TILE,
+                False, 1, PACKED, TOP, UNIT, ALIGNED, 0, False, BLOCKS, CHUNK, STEPS, TILE,
             )  # fmt: skip
             low = rank_of(least, SHIFT)
             target = tl.minimum(have, SIZE)
@@ -107,7 +108,7 @@ def _largest_kernel(
                 x, row, edits, listed, few, low, highest, have, beyond, target, r1, r2,
                 peak, least, 0.0, 1.0,
                 stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                False, 1, True, TOP, UNIT, ALIGNED, SHIFT, 0, False, BLOCKS, CHUNK, STEPS, TILE,
+                False, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, 0, False, BLOCKS, CHUNK, STEPS, TILE,
             )  # fmt: skip
             last = value_of(rank, SHIFT)
             for start in range(0, few, TILE // (STEPS * CHUNK)):
@@ -230,6 +231,7 @@ def largest(
             TOP=torch.finfo(x_NSv.dtype).max,
             UNIT=x_NSv.stride(2) == 1,
             ALIGNED=v % CHUNK == 0,
+            PACKED=v < 1 << 21,
             HAS_ROWS=rows_R is not None,
             SHIFT=SHIFT_OF[value_dtype(edits, x_NSv.dtype)],
             SIZE=size,
