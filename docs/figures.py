@@ -116,10 +116,12 @@ def draw_predictions(path: Path) -> None:
         for ax, (rows, filtered) in zip(others, SCALED, strict=True):
             for name, color in colors.items():
                 same = [m for m in measured if (m.exchange, m.filtered) == (name, filtered)]
+                same = [m for m in same if m.candidates == same[0].candidates]
                 costs = [replace(same[0], rows=rows, ranks=P).cost for P in MANY_RANKS]
                 us = map(hardware("h200").us, costs, MANY_RANKS)
                 ax.plot(MANY_RANKS, list(us), color=color, label=name)
-                ax.plot([2], [m.us for m in same if m.rows == rows], "o", color=color)
+                found = [m.us for m in same if m.rows == rows]
+                ax.plot([2] * len(found), found, "o", color=color)
             ax.axvline(8, color="grey", lw=0.8, ls=":")
             ax.set_title(f"{rows} rows, {'top-k and top-p' if filtered else 'no filter'}")
             ax.set(xlabel="ranks", ylabel="predicted us", xscale="log", yscale="log")

@@ -25,6 +25,8 @@ MASS_COPIES, HISTOGRAM_COPIES = 2, 5
 ROW_BYTES, SEARCHED_ROW_BYTES = 400, 3300
 """All else that weighing a row takes, and what searching a whole one for a threshold adds: as
 measured on GPUs."""
+LISTED_ROW_BYTES, SCANS, SCAN_BYTES = 350, 264, 2048
+"""What listing a row's largest values adds; programs that do so at a time, and the list of each."""
 
 
 class Op(NamedTuple):
@@ -264,6 +266,8 @@ def _scratch(exchange: Exchange, rows: int, filters: Filters) -> int:
         listed = (P + 1) * (filters.candidates + 1) * INTEGER_BYTES // 2
         histograms = HISTOGRAM_COPIES * BINS * INTEGER_BYTES
         most = max(most, listed if filters.candidates else histograms)
+        if filters.candidates:
+            return rows * (ROW_BYTES + most + LISTED_ROW_BYTES) + min(rows, SCANS) * SCAN_BYTES
     elif searched:
         most += SEARCHED_ROW_BYTES
     return rows * (ROW_BYTES + most)

@@ -70,6 +70,7 @@ def test_predicted_memory():
     """Catches memory that is off by more than what allocators round."""
     with REPORT.open() as file:
         records = [record for record in csv.DictReader(file) if record["way"] in EXCHANGES]
+    records = [record for record in records if record["drafts"] != "drafted"]
     for record, m in zip(records, read(REPORT), strict=True):
         mib = float(record["extra_mib"])
         assert m.cost.peak_bytes / 2**20 == pytest.approx(mib, rel=0.05, abs=0.15), record

@@ -15,8 +15,8 @@ from dtensor_sample import (
     Sampler,
     SamplingParams,
     SamplingState,
-    TokenLogprobs,
 )
+from dtensor_sample.output import TokenLogprobs
 from tests import oracle
 from tests.batches import (
     EXCHANGES,

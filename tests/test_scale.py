@@ -28,7 +28,7 @@ from dtensor_sample import (
     ShardPlan,
     vocab_sharded,
 )
-from dtensor_sample.cost import draft_cache_bytes
+from dtensor_sample.cost import LISTED_ROW_BYTES, SCAN_BYTES, SCANS, draft_cache_bytes
 from dtensor_sample.exchange import EXCHANGES
 from tests.test_collectives import KINDS, CollectiveTrace
 from tests.test_draft_collectives import sent_bytes
@@ -136,7 +136,10 @@ def test_a_step(shape, exchange, params):
                 sampler(logits, plan)
     assert tuple(KINDS[name] for name, *_ in trace.calls) == cost.collectives
     assert cost.wire_bytes == round(sum(sent_bytes(call, mesh.size()) for call in trace.calls))
-    assert 0.75 * cost.peak_bytes <= memory.most <= 1.05 * cost.peak_bytes
+    peak = cost.peak_bytes
+    if exchange == "vocab" and plan.filters.candidates:  # kernels' own, which no trace shows
+        peak -= rows * LISTED_ROW_BYTES + SCANS * SCAN_BYTES
+    assert 0.75 * peak <= memory.most <= 1.05 * peak
 
 
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
