@@ -195,11 +195,12 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
         compare("lookup", ops.lookup, *row_args, token_R, V)
         value_R = torch.where(token_R % 2 == 0, peak_R, floor_R)
         compare("tally", ops.tally, *row_args, value_R, V, True)
-    for size in (4, 64):
+    on_gpu = device == "cuda"  # the interpreter is slow
+    for size in (4, 64) if on_gpu else (4,):
         listed_RSn = compare("largest", ops.largest, *logits, V, size)[0]
         k_R = shape[2].clamp(max=size)
         compare("cut", ops.cut, listed_RSn, *row_args[4:], k_R, shape[3], V)
-    for count in (1, 5, 9, min(V, 5000)):
+    for count in (1, 5, 9, min(V, 5000)) if on_gpu else (5, 9):
         compare(f"top {count}", ops.top, *logits, V, count)
     prefix_R = torch.zeros_like(uniform_R)
     for weighted in (False, True):

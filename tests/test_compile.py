@@ -77,6 +77,7 @@ def test_few_compilations(ranks):
     assert check(ranks, "replicate", MANY_SIZES[:12], "eager") <= 4
 
 
+@pytest.mark.slow
 @worlds("cpu:2", "cuda:2")
 @pytest.mark.timeout(300)  # other work on the machine makes compiling slow
 def test_compiled_tokens(ranks):
@@ -114,6 +115,7 @@ def check_verified(
     return compiled[0]
 
 
+@pytest.mark.slow
 @worlds("cpu:2", "cuda:2")
 @pytest.mark.timeout(300)
 def test_compiled_verification(ranks):

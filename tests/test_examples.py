@@ -405,6 +405,7 @@ def test_speculative_texts_end_where_they_should(ranks: Ranks, pair: tuple[Path,
         assert own == [text[:10] for text in expected]
 
 
+@pytest.mark.slow
 @worlds("cpu:2")
 def test_random_speculative_texts(ranks: Ranks, pair: tuple[Path, Path]) -> None:
     """The same under every exchange; drafts drawn from the model itself are all accepted."""
@@ -564,6 +565,7 @@ def texts_by_grammar(
     return [(tokenizer.decode(r.token_ids[:-1]), r.finish_reason) for r in requests]
 
 
+@pytest.mark.slow
 @worlds("cpu:2", "cuda:2")
 @pytest.mark.parametrize("speculate", [False, True])
 def test_a_hundred_texts_parse(

@@ -151,7 +151,7 @@ def test_a_life_in_graphs(ranks, exchange, method, edited):
     And tables of biases, counts and bad words that have moved. On CPUs the same padded steps run
     without graphs.
     """
-    steps = 1000 if ranks.device_type == "cuda" else 25
+    steps = 1000 if ranks.device_type == "cuda" else 12
     steps = min(steps, 300) if edited else steps  # of many kinds: each is captured
     results = ranks.run(life, exchange, method, steps, 0.0, edited, timeout=280)
     assert results == [results[0]] * ranks.size
@@ -162,7 +162,7 @@ def test_a_life_in_graphs(ranks, exchange, method, edited):
 @pytest.mark.parametrize(("exchange", "method"), [("batch", "standard"), ("vocab", "block")])
 def test_a_life_in_graphs_that_tell(ranks, exchange, method):
     """Catches what is told of other rows, or to requests that did not ask, in padded steps."""
-    steps = 400 if ranks.device_type == "cuda" else 30
+    steps = 400 if ranks.device_type == "cuda" else 10
     results = ranks.run(life, exchange, method, steps, 0.2, True, timeout=280)
     assert results == [results[0]] * ranks.size
     assert (results[0][1] > 10) == (ranks.device_type == "cuda")

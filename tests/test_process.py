@@ -178,6 +178,7 @@ def emitted(mesh, asked: dict[str, Any], rows: int, K: int, exchange: str) -> li
     return torch.bincount(counts[counts >= 0], minlength=V).tolist()
 
 
+@pytest.mark.slow
 @worlds("cpu:2", "cuda:2")
 @pytest.mark.parametrize("exchange", ["batch", "vocab"])
 def test_what_is_ruled_out_is_never_accepted(ranks, exchange):

@@ -275,6 +275,7 @@ def verified_in_layouts(
     return [verified(mesh, step, layout, method, mode) for layout in LAYOUTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("mode", "method"), [(MODES[0], "block"), (MODES[1], "standard")])
 def test_the_same_bits_of_verified_rows(pools, device, mode, method):

@@ -13,7 +13,7 @@ are drawn anew every step, their owners can be balanced anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,7 @@ class DraftCache:
         self.columns = 0
         """Columns of a vocabulary shard of the draft logits, padding included."""
         self._kept: dict[int, _Kept] = {}
-        self._free: list[list[int]] = []
+        self._free: list[dict[int, None]] = []
         """Free blocks of each holder, the next one first."""
 
     @property
@@ -88,17 +88,14 @@ class DraftCache:
         if exchange.name != (self.exchange or exchange.name):
             return (-1,) * len(slots)
         size, holders = self._blocks(exchange)
-        free: Sequence[Sequence[int]] = self._free or [range(size)] * holders
-        taken, blocks = [0] * holders, []
+        free: Sequence[Iterable[int]] = self._free or [range(size)] * holders
+        following, blocks = [iter(each) for each in free], []
         for slot, owner in zip(slots, owners, strict=True):
             holder, kept = self._holder(owner, exchange), self._kept.get(slot)
             if kept is not None:
                 blocks.append(kept.block if kept.owner == holder else -1)
-            elif taken[holder] < len(free[holder]):
-                blocks.append(free[holder][taken[holder]])
-                taken[holder] += 1
             else:
-                blocks.append(-1)
+                blocks.append(next(following[holder], -1))
         return tuple(blocks)
 
     def keeps(self, slot: int) -> bool:
@@ -181,7 +178,8 @@ class DraftCache:
         """Note on the host that draft token `step` of these requests is kept, or not `wanted`."""
         if any(wanted) and self.exchange is None:
             size, holders = self._blocks(plan.exchange)
-            self.exchange, self._free = plan.exchange.name, [[*range(size)] for _ in range(holders)]
+            self.exchange = plan.exchange.name
+            self._free = [dict.fromkeys(range(size)) for _ in range(holders)]
         for slot, owner, block, keep in zip(
             plan.slots, plan.owners, plan.draft_blocks, wanted, strict=True
         ):
@@ -190,7 +188,7 @@ class DraftCache:
                 continue
             if slot not in self._kept:
                 holder = self._holder(owner, plan.exchange)
-                self._free[holder].remove(block)
+                del self._free[holder][block]
                 self._kept[slot] = _Kept(holder, block)
             self._kept[slot].steps = step + 1
 
@@ -211,7 +209,7 @@ class DraftCache:
         """Invalidate the drafts of some slots, if they have any."""
         for slot in slots if self._kept else ():
             if (kept := self._kept.pop(slot, None)) is not None:
-                self._free[kept.owner].append(kept.block)
+                self._free[kept.owner][kept.block] = None
 
     def _check_exchange(self, exchange: Exchange) -> None:
         if exchange.name != self.exchange:
