@@ -20,6 +20,8 @@ from tests import oracle
 from tests.batches import DTYPES, EXCHANGES, shard_vocab
 from tests.pool import worlds
 
+pytestmark = pytest.mark.slow
+
 INF = math.inf
 
 

@@ -51,6 +51,7 @@ def test_engines(ranks, exchange, dtype):
     check(ranks, script, exchange)
 
 
+@pytest.mark.slow
 @worlds(*FEW_WORLDS)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("method", ["standard", "block"])
@@ -145,6 +146,7 @@ def refused(mesh, exchange: str, method: str, asked: dict[str, Any]) -> int:
     return int(output.num_rejected.sum())
 
 
+@pytest.mark.slow
 @worlds("cpu:2", "cuda:2")
 @pytest.mark.parametrize(("exchange", "method"), [("batch", "block"), ("vocab", "standard")])
 def test_drafts_of_the_target_itself_are_accepted(ranks, exchange, method):

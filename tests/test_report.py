@@ -202,6 +202,7 @@ def wide_batch(seed: int) -> Batch:
     return replace(batch, params=[*batch.params[:3], wide, *batch.params[4:]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_bits_everywhere(pools, device, mode):
@@ -242,6 +243,7 @@ def verified(
     return output.token_ids, output.num_rejected, tensors(output.logprobs)
 
 
+@pytest.mark.slow
 @worlds("cpu:1", "cpu:4", "cuda:1", "cuda:2")
 @pytest.mark.parametrize("mode", MODES)
 def test_verified_rows_against_the_oracle(ranks, mode):
@@ -526,6 +528,7 @@ def test_costs(ranks, exchange, mode):
             assert len(said) <= 3
 
 
+@pytest.mark.slow
 @worlds("cpu:2", "cuda:2")
 @pytest.mark.timeout(300)
 def test_compiled_steps_tell_the_same(ranks):

@@ -13,6 +13,8 @@ from dtensor_sample import SamplingParams
 from tests.pool import Ranks, worlds
 from tests.test_examples import run
 
+pytestmark = pytest.mark.slow
+
 
 def trained(mesh, rounds: int, seed: int = 0, compile_step: bool = False) -> tuple[list, int]:
     """Rewards and compiled graphs of a small run; it ends if rollout and trainer differ."""
