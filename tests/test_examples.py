@@ -572,7 +572,7 @@ def test_a_hundred_texts_parse(
     ranks: Ranks, small_path: Path, tmp_path: Path, speculate: bool
 ) -> None:
     """Every text at temperature 1 is JSON by the schema, or what the expression matches."""
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="grammars need the extra `examples`")
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps(SCHEMA))
     args = (small_path, 100, speculate)
@@ -594,7 +594,7 @@ def test_a_hundred_texts_parse(
 
 
 def test_grammars_that_are_refused(default: weights.Checkpoint, tmp_path: Path) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="grammars need the extra `examples`")
     tokenizer, V = default.tokenizer, default.config.vocab_size
     bad = tmp_path / "bad.json"
     bad.write_text('{"type": "no such type"}')

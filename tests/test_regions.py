@@ -1,5 +1,6 @@
 """`sample` inside other people's compiled steps, in local_map, and on meshes of two axes."""
 
+import warnings
 from functools import partial
 from unittest import mock
 
@@ -26,6 +27,9 @@ def gpt_fast_tokens(
     params = SamplingParams.batch(own.spawn(3), mesh.device_type)
     with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
         compiled = gpt_fast_step.compile_step(model)
+    # The compiler splits a step where it cannot record, and warns of parts that launched nothing.
+    # Whether anything is missing, the tokens show.
+    warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)
     return [
         gpt_fast_step.generate(model, step, params, 6).tolist() for step in (compiled, model.step)
     ]
