@@ -19,8 +19,9 @@ from dtensor_sample.check import INT64_MAX
 from dtensor_sample.debug import agree, debug_by_default
 from dtensor_sample.exchange import Axis, Exchange, Logits, exchange_of
 from dtensor_sample.layout import axis_index, layout_of, replicated
+from dtensor_sample.ops.largest import TOP_P_ONE
 from dtensor_sample.ops.values import count_rows, values
-from dtensor_sample.params import TOP_P_ONE, Filters, RowParams
+from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.weigh import Weighed, weigh
 
 _CHUNK = 1 << 22

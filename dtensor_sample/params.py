@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dtensor_sample import check
+from dtensor_sample.ops.largest import TOP_P_ONE
 from dtensor_sample.process import Processing
 from dtensor_sample.random import derive_seed
 
@@ -24,8 +25,6 @@ CANDIDATES = (64, 256)
 GREEDY_TEMPERATURE = 1e-5
 MOST_IDS = (1 << 31) - 1
 """Of a vocabulary."""
-TOP_P_ONE = 1 << 31
-"""top_p as a fixed-point number of 31 fractional bits: this is 1, the filter off."""
 
 
 class Wants(NamedTuple):

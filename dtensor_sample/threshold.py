@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dtensor_sample import ops
 from dtensor_sample.exchange import Exchange, Logits
-from dtensor_sample.params import TOP_P_ONE, Filters
+from dtensor_sample.ops.largest import TOP_P_ONE
+from dtensor_sample.params import Filters
 
 LEVELS = {torch.float32: 4, torch.float16: 3, torch.bfloat16: 2}
 """Digits that can differ: the float32 of a 16-bit float ends in zeros."""

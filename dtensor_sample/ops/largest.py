@@ -16,6 +16,7 @@ from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import count_rows, values, weights
 
 TOP_P_ONE = 1 << 31
+"""top_p as a fixed-point number of 31 fractional bits: this is 1, the filter off."""
 
 
 @torch.library.custom_op("dtensor_sample::largest", mutates_args=())

@@ -35,12 +35,13 @@ from dtensor_sample.ops.kernels.whole import (
     search,
     value_of,
 )
+from dtensor_sample.ops.largest import TOP_P_ONE
 from dtensor_sample.ops.parts import PARTS, part_width
 from dtensor_sample.ops.values import weight_bits
 
 _PARTS = tl.constexpr(PARTS)
 _INF = tl.constexpr(float("inf"))
-_TOP_P_ONE = tl.constexpr(1 << 31)
+_TOP_P_ONE = tl.constexpr(TOP_P_ONE)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -37,12 +37,13 @@ from dtensor_sample.ops.kernels.values import (
     unit_sum,
     weight,
 )
+from dtensor_sample.ops.largest import TOP_P_ONE
 from dtensor_sample.ops.parts import PARTS, part_width
 from dtensor_sample.ops.values import weight_bits
 
 _PARTS = tl.constexpr(PARTS)
 _INF = tl.constexpr(float("inf"))
-_TOP_P_ONE = tl.constexpr(1 << 31)
+_TOP_P_ONE = tl.constexpr(TOP_P_ONE)
 _FEW = tl.constexpr(64)
 """Blocks that top-p tries to do with before it reads all."""
 _MARGIN = tl.constexpr(0.15)
