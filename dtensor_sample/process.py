@@ -256,7 +256,7 @@ class TokenBitmask:
             if not isinstance(flag, bool):
                 raise ValueError(f"requests[{i}] must be a bool, got {flag!r}")
         rows = sum(n for n, flag in zip(plan.num_logits, chosen, strict=True) if flag)
-        padded = len(plan.batch_slots) if self._on_device else rows  # what a graph reads
+        padded = len(plan.batch_slots) if self._in_place(plan) else rows  # what a graph reads
         if mask.shape[0] not in (rows, padded) or mask.shape[1] == 0:
             raise ValueError(
                 f"bitmask must have shape [{rows}, words], one row for each row of logits of the "
@@ -287,7 +287,7 @@ class TokenBitmask:
         begin = min(first // 32, words - 1)
         words_GX = self.bitmask[:, begin : -(-(first + count) // 32)]
         first_id_1 = torch.full((1,), begin * 32, device=device)
-        if self._on_device:
+        if self._in_place(plan):
             return Mask(words_GX, plan.row_numbers, first_id_1)
         picked: list[int] = []
         row: list[int] = []
@@ -305,10 +305,9 @@ class TokenBitmask:
             words_GX.to(device, non_blocking=True), row_R.to(device, non_blocking=True), first_id_1
         )
 
-    @property
-    def _on_device(self) -> bool:
-        """Whether rows are found without the host."""
-        return self.requests is None and not self.bitmask.is_cpu
+    def _in_place(self, plan: ShardPlan) -> bool:
+        """Whether rows are read where they are, and found without the host."""
+        return self.requests is None and self.bitmask.device == plan.state.device
 
     def _chosen(self, plan: ShardPlan) -> Sequence[bool]:
         return [True] * len(plan.slots) if self.requests is None else self.requests

@@ -15,6 +15,7 @@ from dtensor_sample import (
     SamplerOutput,
     SamplingParams,
     SamplingState,
+    TokenBitmask,
 )
 from tests.batches import random_batch, random_params, shard_vocab
 from tests.pool import FEW_WORLDS, worlds
@@ -166,6 +167,45 @@ def test_a_life_in_graphs_that_tell(ranks, exchange, method):
     results = ranks.run(life, exchange, method, steps, 0.2, True, timeout=280)
     assert results == [results[0]] * ranks.size
     assert (results[0][1] > 10) == (ranks.device_type == "cuda")
+
+
+def masked_steps(mesh, exchange: str) -> list[list[int]]:
+    """Tokens under masks that change from step to step, in a graph and as they are."""
+    state = SamplingState(mesh, vocab_size=V, max_num_reqs=SLOTS, exchange=exchange, seed=3)
+    for slot in range(SLOTS):
+        state.add(slot, SamplingParams(seed=slot))
+    sampler, generator = Sampler(state), torch.Generator().manual_seed(7)
+
+    def masked(plan, rows, bitmask):
+        logits = shard_vocab(plan.select(rows), mesh)
+        return sampler(logits, plan, mask=TokenBitmask(bitmask=bitmask)).token_ids
+
+    step, found = GraphedStep(masked, state, capacities=[SLOTS]), []
+    for count in (3, SLOTS, 1, 5, 4, SLOTS):
+        rows = torch.randn(count, V, generator=generator).to(mesh.device_type)
+        words = torch.randint(-(2**31), 2**31, (count, 2), generator=generator, dtype=torch.int32)
+        words[:, 0] |= 1
+        words[0] = 0  # a grammar that allows nothing
+        positions = list(range(count))
+        plan = step.plan(range(count), positions=positions)
+        bitmask = words.to(mesh.device_type)
+        got = step(plan, rows, bitmask)[:, 0].tolist()
+        plan = BatchSharder(state).plan(range(count), positions=positions)
+        assert got == masked(plan, rows, bitmask)[:, 0].tolist()
+        assert got[0] == -1
+        for row, token in zip(words[1:].tolist(), got[1:], strict=True):
+            assert row[token // 32] >> token % 32 & 1
+        found.append(got)
+    step.close()
+    return found
+
+
+@worlds(*FEW_WORLDS)
+@pytest.mark.parametrize("exchange", ["batch", "vocab", "replicate"])
+def test_masks_in_graphs(ranks, exchange):
+    """Catches a grammar's mask that a graph has frozen, or that it reads past its rows."""
+    results = ranks.run(masked_steps, exchange)
+    assert results == [results[0]] * ranks.size
 
 
 def state_of(mesh, **kwargs) -> SamplingState:
