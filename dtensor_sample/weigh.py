@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dtensor_sample import ops
 from dtensor_sample.exchange import HERE, Exchange, Logits
+from dtensor_sample.ops.define import define
 from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.profile import profiled
 from dtensor_sample.threshold import threshold
@@ -109,7 +110,7 @@ def _stages(
     return peak_R, floor_R, mass_RPC, argmax_R, nans_RP.sum(1)
 
 
-@torch.library.custom_op("dtensor_sample::weigh", mutates_args=())
+@define("weigh")
 def whole(
     x_NSv: Tensor,
     first_id_S: Tensor,
@@ -166,6 +167,3 @@ def _(
     peak_R, floor_R = torch.empty_like(scale_R), torch.empty_like(scale_R)
     argmax_R, nans_R = torch.empty_like(top_k_R), torch.empty_like(top_k_R)
     return peak_R, floor_R, mass_RSC, argmax_R, nans_R
-
-
-ops.use_kernel(whole)

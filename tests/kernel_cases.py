@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtensor_sample import ops, weigh
 from dtensor_sample.ops.edits import Edits
-from dtensor_sample.ops.kernels import kernel_of
+from dtensor_sample.ops.kernels import launcher
 
 FILTERS = ((False, False), (True, False), (False, True), (True, True))
 TOP_K_OFF, TOP_P_OFF = 1 << 62, 1 << 31
@@ -170,7 +170,7 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
 
     def compare(name: str, op, *args) -> list[Tensor]:
         wanted = op(*map(on_cpu, args))
-        got = (op if device == "cuda" else kernel_of(op))(*args)
+        got = (op if device == "cuda" else launcher(op.name))(*args)
         results = [got] if isinstance(got, Tensor) else list(got)
         pairs = zip(results, [wanted] if isinstance(wanted, Tensor) else wanted, strict=True)
         different.extend(name for g, w in pairs if not torch.equal(g.cpu(), w))
@@ -282,13 +282,13 @@ def numbers(device: str) -> Iterator[str]:
             ),
         ),
     ):
-        run = op if device == "cuda" else kernel_of(op)
+        run = op if device == "cuda" else launcher(op.name)
         got = run(*(a.to(device) if isinstance(a, Tensor) else a for a in args))
         if not torch.equal(got.cpu(), op(*args)):
-            yield op._qualname
+            yield op.name
     x_RSv = torch.randn(4, 3, 50, generator=generator).bfloat16().transpose(1, 2)
     cache_MW, rows_R = torch.zeros(5, 141).bfloat16().to(device), torch.tensor([3, -1, 0, 4])
-    run = ops.store if device == "cuda" else kernel_of(ops.store)
+    run = ops.store if device == "cuda" else launcher("store")
     run(cache_MW, rows_R.to(device), x_RSv.to(device))
     wanted_MW = torch.zeros(5, 141).bfloat16()
     ops.store(wanted_MW, rows_R, x_RSv)

@@ -4,6 +4,8 @@ Upstream faults are kept as canaries: such a test accepts the known wrong answer
 and records which it saw, so that it passes with and without the fault.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -86,7 +88,7 @@ def ops_on_dtensors(mesh, dtype: torch.dtype) -> list[str]:
     mass = ops.mass(x, first, None, (), peak, floor, scale, vocab_size)
     start, point = ops.aim(mass, torch.full((rows,), 1 << 61, device=device))
     prefix = torch.zeros(rows, dtype=torch.int64, device=device)
-    arguments = {
+    arguments: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "peak": (ops.peak, (x, first, None, (), vocab_size)),
         "mass": (ops.mass, (x, first, None, (), peak, floor, scale, vocab_size)),
         "pick": (ops.pick, (x, first, None, (), peak, floor, scale, start, point, vocab_size)),

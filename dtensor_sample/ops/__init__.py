@@ -4,7 +4,6 @@ from dtensor_sample.ops.aim import aim
 from dtensor_sample.ops.answer import answer
 from dtensor_sample.ops.copy import copy
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
-from dtensor_sample.ops.kernels import use_kernel
 from dtensor_sample.ops.largest import cut, fraction, largest
 from dtensor_sample.ops.logarithm import entropy, log_probability
 from dtensor_sample.ops.lookup import lookup
@@ -57,26 +56,4 @@ __all__ = [
     "unpack_peak",
     "unpack_read",
     "unpack_top",
-    "use_kernel",
 ]
-
-for _op in (
-    aim,
-    answer,
-    chain,
-    cut,
-    histogram,
-    largest,
-    lookup,
-    mass,
-    peak,
-    pick,
-    probability,
-    residual_mass,
-    residual_pick,
-    store,
-    tally,
-    top,
-    uniform,
-):
-    use_kernel(_op)

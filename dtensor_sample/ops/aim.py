@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
+from dtensor_sample.ops.define import define
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.random import scaled
 
 
-@torch.library.custom_op("dtensor_sample::aim", mutates_args=())
+@define("aim")
 def aim(sum_RPC: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     """Scale a uniform number of 62 bits to the sum of each row.
 

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
+from dtensor_sample.ops.define import define
 from dtensor_sample.ops.sharding import shard_like
 
 
-@torch.library.custom_op("dtensor_sample::answer", mutates_args=())
+@define("answer")
 def answer(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor) -> Tensor:
     """Put together what each row's draw found.
 

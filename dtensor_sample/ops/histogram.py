@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dtensor_sample.ops.define import define
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import count_rows, ordered_keys, values, weights
 
@@ -13,7 +14,7 @@ BINS = 1 << DIGIT_BITS
 KEY_BITS = 32
 
 
-@torch.library.custom_op("dtensor_sample::histogram", mutates_args=())
+@define("histogram")
 def histogram(
     x_NSv: Tensor,
     first_id_S: Tensor,

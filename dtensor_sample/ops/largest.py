@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dtensor_sample.ops.define import define
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import count_rows, values, weights
 
@@ -19,7 +20,7 @@ TOP_P_ONE = 1 << 31
 """top_p as a fixed-point number of 31 fractional bits: this is 1, the filter off."""
 
 
-@torch.library.custom_op("dtensor_sample::largest", mutates_args=())
+@define("largest")
 def largest(
     x_NSv: Tensor,
     first_id_S: Tensor,
@@ -60,7 +61,7 @@ def _(
     return x_NSv.new_empty(shape, dtype=torch.int32)
 
 
-@torch.library.custom_op("dtensor_sample::cut", mutates_args=())
+@define("cut")
 def cut(
     listed_RSn: Tensor,
     peak_R: Tensor,

@@ -5,13 +5,14 @@ import math
 import torch
 from torch import Tensor
 
+from dtensor_sample.ops.define import define
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import weight_bits
 
 LN_2 = math.log(2)
 
 
-@torch.library.custom_op("dtensor_sample::log_probability", mutates_args=())
+@define("log_probability")
 def log_probability(
     value_RN: Tensor, peak_R: Tensor, scale_R: Tensor, total_R: Tensor, vocab_size: int
 ) -> Tensor:
@@ -41,7 +42,7 @@ def _(
     return torch.empty_like(value_RN, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("dtensor_sample::entropy", mutates_args=())
+@define("entropy")
 def entropy(total_R: Tensor, spread_R: Tensor, vocab_size: int) -> Tensor:
     """-sum p ln p of each row, in nats.
 

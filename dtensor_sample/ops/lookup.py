@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dtensor_sample.ops.define import define
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import count_rows, values_at, weights
 
 
-@torch.library.custom_op("dtensor_sample::lookup", mutates_args=())
+@define("lookup")
 def lookup(
     x_NSv: Tensor,
     first_id_S: Tensor,

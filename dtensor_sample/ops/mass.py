@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dtensor_sample.ops.define import define
 from dtensor_sample.ops.parts import PARTS, part_sums
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import count_rows, values, weights
 
 
-@torch.library.custom_op("dtensor_sample::mass", mutates_args=())
+@define("mass")
 def mass(
     x_NSv: Tensor,
     first_id_S: Tensor,

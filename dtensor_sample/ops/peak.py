@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dtensor_sample.ops.define import define
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import (
     count_nans,
@@ -18,7 +19,7 @@ _ID_BITS = 31
 _LAST_ID = (1 << _ID_BITS) - 1
 
 
-@torch.library.custom_op("dtensor_sample::peak", mutates_args=())
+@define("peak")
 def peak(
     x_NSv: Tensor,
     first_id_S: Tensor,

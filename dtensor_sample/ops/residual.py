@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dtensor_sample.ops.define import define
 from dtensor_sample.ops.parts import PARTS, first_beyond, part_of, part_sums
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import count_rows, token_ids, values, values_at, weights
@@ -19,7 +20,7 @@ ONE = 1 << 60
 """Probability 1."""
 
 
-@torch.library.custom_op("dtensor_sample::probability", mutates_args=())
+@define("probability")
 def probability(weight_R: Tensor, total_R: Tensor) -> Tensor:
     """Weights out of totals as [R] int64 probabilities in units of 2**-60.
 
@@ -33,7 +34,7 @@ def _(weight_R: Tensor, total_R: Tensor) -> Tensor:
     return torch.empty_like(weight_R)
 
 
-@torch.library.custom_op("dtensor_sample::chain", mutates_args=())
+@define("chain")
 def chain(target_QK: Tensor, draft_QK: Tensor) -> Tensor:
     """The running joint ratio of block verification: r_i = min(r_{i-1} * p_i / q_i, 1), r_0 = 1.
 
@@ -57,7 +58,7 @@ def _(target_QK: Tensor, draft_QK: Tensor) -> Tensor:
     return torch.empty_like(target_QK)
 
 
-@torch.library.custom_op("dtensor_sample::residual_mass", mutates_args=())
+@define("residual_mass")
 def residual_mass(
     x_NSv: Tensor,
     first_id_S: Tensor,
@@ -131,7 +132,7 @@ def _(
     return x_NSv.new_empty(shape, dtype=torch.int64)
 
 
-@torch.library.custom_op("dtensor_sample::residual_pick", mutates_args=())
+@define("residual_pick")
 def residual_pick(
     x_NSv: Tensor,
     first_id_S: Tensor,

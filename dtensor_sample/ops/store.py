@@ -1,10 +1,11 @@
 """Writing logits into a cache, row by row."""
 
-import torch
 from torch import Tensor
 
+from dtensor_sample.ops.define import define
 
-@torch.library.custom_op("dtensor_sample::store", mutates_args={"cache_MW"})
+
+@define("store", mutates=["cache_MW"])
 def store(cache_MW: Tensor, rows_R: Tensor, x_RSv: Tensor) -> None:
     """Write the first W columns of each row of logits into a row of a cache.
 

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dtensor_sample.ops.define import define
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import count_rows, spreads, values_by_rows
 
 
-@torch.library.custom_op("dtensor_sample::tally", mutates_args=())
+@define("tally")
 def tally(
     x_NSv: Tensor,
     first_id_S: Tensor,

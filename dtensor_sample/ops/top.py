@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dtensor_sample.ops.define import define
 from dtensor_sample.ops.peak import pack_value, unpack_peak
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import count_rows, token_ids, values_by_rows
 
 
-@torch.library.custom_op("dtensor_sample::top", mutates_args=())
+@define("top")
 def top(
     x_NSv: Tensor,
     first_id_S: Tensor,

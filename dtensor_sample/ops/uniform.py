@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
+from dtensor_sample.ops.define import define
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.random import WORD, philox
 
 
-@torch.library.custom_op("dtensor_sample::uniform", mutates_args=())
+@define("uniform")
 def uniform(seed_R: Tensor, position_R: Tensor, offset_R: Tensor, stream: int) -> Tensor:
     """62-bit uniform integers, a function of their arguments and nothing else.
 

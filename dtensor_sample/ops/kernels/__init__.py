@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch._library.custom_ops import CustomOpDef
 
 _MODULES = {
     "aim": "pick",
@@ -35,15 +34,14 @@ _MODULES = {
 """In which module of this package the kernel of each op is, under the op's name."""
 
 
-def use_kernel(op: CustomOpDef) -> None:
-    """Run an op by its kernel where there is a GPU for it."""
-    if torch.version.cuda is not None and find_spec("triton") is not None:
-        op.register_kernel("cuda")(kernel_of(op))
+def kernel_of(name: str) -> Callable[..., Any] | None:
+    """What launches the kernel of an op; None: it has none, or there is no GPU or no Triton."""
+    usable = torch.version.cuda is not None and find_spec("triton") is not None
+    return launcher(name) if usable and name in _MODULES else None
 
 
-def kernel_of(op: CustomOpDef) -> Callable[..., Any]:
-    """What launches the kernel of an op."""
-    name = op._qualname.rpartition("::")[2]
+def launcher(name: str) -> Callable[..., Any]:
+    """What launches the kernel of an op that has one."""
     module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
     kernel: Callable[..., Any] = getattr(module, name)
     return kernel
