@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
 from dtensor_sample import check, ops
 from dtensor_sample.choose import fastest, machine_of
@@ -94,11 +95,17 @@ def sample(
     elif error is not None:
         raise error
 
-    ranks = layout.axis.size
+    ranks, local_Tv, table_T6 = layout.axis.size, layout.local_Tv, batched.table
     chunk = -(-rows // ranks)
     rows_P = [max(0, min(chunk, rows - rank * chunk)) for rank in range(ranks)]
-    placed = chosen.place(layout.local_Tv, rows_P, layout.width)
-    row_params = RowParams.unpack(chosen.own_rows(batched.table, rows_P))
+    if chosen.name == "batch" and torch.compiler.is_compiling():
+        # To a compiler, ranks without rows or with one would be cases of their own.
+        rows_P = [chunk] * ranks
+        short = chunk * ranks - rows
+        local_Tv, table_T6 = (pad(x, (0, 0, 0, short)) for x in (local_Tv, table_T6))
+        position_T = pad(position_T, (0, short))
+    placed = chosen.place(local_Tv, rows_P, layout.width)
+    row_params = RowParams.unpack(chosen.own_rows(table_T6, rows_P))
     position_R = chosen.own_rows(position_T, rows_P)
     uniform_R = ops.uniform(row_params.seed, position_R, torch.zeros_like(position_R), TARGET)
     drawn_R3, _ = draw(placed, row_params, uniform_R, batched.filters, chosen, layout.vocab_size)
@@ -172,11 +179,13 @@ def _batched(
             )
         batched = params
     else:
-        listed = [params] * rows if isinstance(params, SamplingParams) else check_params(params)
+        base_seed = check.seed_bits("base_seed", base_seed)
+        if isinstance(params, SamplingParams):
+            return batch_of([params], layout.row_numbers, base_seed)
+        listed = check_params(params)
         if len(listed) != rows:
             raise ValueError(f"params must be one for each of {rows} rows, got {len(listed)}")
-        base_seed = check.seed_bits("base_seed", base_seed)
-        batched = batch_of(listed, device, base_seed, layout.row_numbers)
+        batched = batch_of(listed, layout.row_numbers, base_seed)
     if (len(batched.table), batched.table.device) != (rows, device):
         raise ValueError(
             f"params must be one for each of {rows} rows on {device}, got {len(batched.table)} on "
@@ -195,6 +204,9 @@ def _positions(
         on_host = position.is_cpu and not torch.compiler.is_compiling()
         if on_host and position.numel() and (low := int(position.min())) < 0:
             raise ValueError(f"position must be >= 0, got {low}")
+    elif isinstance(position, int):
+        low = check.integer("position", position, 0, check.INT64_MAX)
+        position = torch.full((), low)
     else:
         try:
             numbers = np.asarray(position)
@@ -208,4 +220,4 @@ def _positions(
         raise ValueError(
             f"position must be one integer or have shape {list(lead)}, got {list(position.shape)}"
         )
-    return position.to(device, torch.int64).expand(lead).reshape(-1)
+    return position.to(device, torch.int64).expand(lead).flatten()

@@ -6,7 +6,7 @@ collective and is the same on every rank, except where a local tensor has a wron
 knows only its own.
 """
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,8 +37,8 @@ class Layout:
     """The sampling axis."""
     vocab_size: int
     """V: ids from here on do not exist."""
-    row_numbers: Sequence[int]
-    """[T]: which rows of the whole batch these are; other mesh axes may hold others."""
+    row_numbers: Tensor
+    """[T] int64: which rows of the whole batch these are; other mesh axes may hold others."""
 
 
 def check_dtype(dtype: object) -> torch.dtype:
@@ -99,20 +99,21 @@ def layout_of(logits: object, *, axis: str | None, vocab_size: int | None) -> La
             f"{list(local.shape)}: give DTensor.from_local its shape, or use vocab_sharded"
         )
     numbers = _row_numbers(logits, lead)
-    return Layout(local.reshape(lead.numel(), columns), width, lead, place, vocab_size, numbers)
+    local_Tv = local.reshape(len(numbers), columns)
+    return Layout(local_Tv, width, lead, place, vocab_size, numbers)
 
 
-def _row_numbers(logits: DTensor, lead: torch.Size) -> Sequence[int]:
-    """[T]: the places of this rank's rows among those of all mesh axes."""
+def _row_numbers(logits: DTensor, lead: torch.Size) -> Tensor:
+    """[T] int64: the places of this rank's rows among those of all mesh axes."""
+    device = logits.to_local().device
     if lead == logits.shape[:-1]:
-        return range(lead.numel())
+        return torch.arange(math.prod(lead), device=device)
     _, offset = compute_local_shape_and_global_offset(
         logits.shape, logits.device_mesh, logits.placements
     )
     index = np.indices(lead) + np.reshape(offset[:-1], (-1, *[1] * len(lead)))
     number = np.ravel_multi_index(tuple(index), tuple(logits.shape[:-1]), mode="wrap")
-    numbers: list[int] = number.flatten().tolist()
-    return numbers
+    return torch.from_numpy(number.flatten()).to(device)
 
 
 def axis_index(mesh: DeviceMesh, axis: str | None) -> int:

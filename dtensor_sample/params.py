@@ -137,7 +137,9 @@ class SamplingParams(Processing):
             device: where the logits are.
             base_seed: in [0, 2**64); row i without a seed draws from the stream of (base_seed, i).
         """
-        return batch_of(check_params(params), device, check.seed_bits("base_seed", base_seed))
+        listed = check_params(params)
+        rows_B = torch.arange(len(listed), device=device)
+        return batch_of(listed, rows_B, check.seed_bits("base_seed", base_seed))
 
 
 def check_params(params: object) -> list[SamplingParams]:
@@ -242,13 +244,28 @@ def refuse_edits(params: Sequence[SamplingParams]) -> None:
             )
 
 
-def batch_of(
-    params: Sequence[SamplingParams],
-    device: torch.device | str,
-    base_seed: int,
-    rows: Sequence[int] | None = None,
-) -> BatchedParams:
-    """Checked parameters on a device; `rows` are their places in the batch, if not 0, 1, ..."""
+def batch_of(params: Sequence[SamplingParams], rows_T: Tensor, base_seed: int) -> BatchedParams:
+    """Checked parameters on a device, in a graph of any number of rows if they share one.
+
+    Args:
+        params: [T], or one for all rows.
+        rows_T: [T] int64 on the device, the places of the rows in the batch.
+        base_seed: as of `SamplingParams.batch`.
+    """
+    _refuse_told(params)
+    packed = np.array([pack(p, p.seed or 0) for p in params], dtype=np.int64)
+    table = torch.from_numpy(packed.reshape(-1, len(RowParams._fields))).to(rows_T.device)
+    table_T6 = table.repeat(len(rows_T), 1) if len(params) == 1 else table
+    if any(p.seed is None for p in params):
+        seeded = torch.tensor([p.seed is not None for p in params], device=rows_T.device)
+        column = RowParams._fields.index("seed")
+        streams_T = derive_seed(base_seed, rows_T, child=1)
+        table_T6[:, column] = torch.where(seeded, table_T6[:, column], streams_T)
+    return BatchedParams(table_T6, filters_of(params))
+
+
+def _refuse_told(params: Sequence[SamplingParams]) -> None:
+    """Raise ValueError if one asks for what only samplers with a state do."""
     for p in params:
         if p.wants.logprobs:
             raise ValueError(
@@ -256,13 +273,6 @@ def batch_of(
                 f"without a state, whose samplers tell them, got {p}"
             )
     refuse_edits(params)
-    rows = range(len(params)) if rows is None else rows
-    table = [
-        pack(p, derive_seed(base_seed, row, child=1) if p.seed is None else p.seed)
-        for row, p in zip(rows, params, strict=True)
-    ]
-    packed = torch.from_numpy(np.array(table, dtype=np.int64).reshape(-1, len(RowParams._fields)))
-    return BatchedParams(packed.to(device), filters_of(params))
 
 
 def pack(params: SamplingParams, seed: int) -> tuple[int, ...]:

@@ -43,9 +43,10 @@ def scaled(uniform_62: Tensor, total: Tensor) -> Tensor:
     return u_high * t_high + (cross >> bits)
 
 
-def derive_seed(seed: int, index: int, *, child: int) -> int:
+def derive_seed(seed: int, index: Int, *, child: int) -> Int:
     """The 64-bit seed of stream `index` under `seed`; `child` 0: spawned samples, 1: unseeded."""
-    low, high, _, _ = philox(
-        (seed & WORD, seed >> 32 & WORD), (index & WORD, index >> 32 & WORD, child, CHILD)
-    )
+    low_high = seed & WORD, seed >> 32 & WORD
+    zero = index & 0  # an int or a tensor, as the index is
+    key = (zero | low_high[0], zero | low_high[1])
+    low, high, _, _ = philox(key, (index & WORD, index >> 32 & WORD, zero | child, zero | CHILD))
     return low | high << 32

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from dtensor_sample import BatchSharder, Sampler, SamplingParams, SamplingState
+from dtensor_sample import BatchSharder, Sampler, SamplingParams, SamplingState, sample
 from tests.batches import Batch, Layout, random_batch, shard_vocab, tokens
 from tests.pool import worlds
 from tests.speculation import Speculation, expected, random_speculation, speculative_step
@@ -148,3 +148,29 @@ def test_compiled_tokens_of_many_sizes(ranks):
     ranks.run(forget_compilations)
     for exchange in ("batch", "vocab", "replicate"):
         assert check(ranks, exchange, MANY_SIZES, "inductor") <= 4, exchange
+
+
+def compiled_samples(mesh, exchange: str, sizes: list[int]) -> tuple[list[list[int]], int]:
+    """Tokens of one compiled stateless call over many batch sizes, and its compilations."""
+    call = partial(sample, params=SamplingParams(top_k=9, top_p=0.9), exchange=exchange)
+    logits, found = random_batch(5, SIZE, 101).logits.to(mesh.device_type), []
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    before = counters["stats"]["unique_graphs"]
+    for size in sizes:
+        rows = shard_vocab(logits[:size], mesh)
+        found.append(compiled(rows, position=3, base_seed=7).tolist())
+        assert found[-1] == call(rows, position=3, base_seed=7).tolist()
+    return found, counters["stats"]["unique_graphs"] - before
+
+
+@pytest.mark.slow
+@worlds("cpu:1", "cpu:4", "cuda:2")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("exchange", ["batch", "vocab", "replicate"])
+def test_a_compiled_call_of_many_sizes(ranks, exchange):
+    """Catches a number of rows that is a constant of the graph."""
+    ranks.run(forget_compilations)
+    sizes = [*range(2, 24), SIZE, 1, 40]
+    results = ranks.run(compiled_samples, exchange, sizes, timeout=150)
+    assert results == [results[0]] * ranks.size
+    assert results[0][1] <= 4
