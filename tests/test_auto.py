@@ -327,6 +327,45 @@ def test_drafts_bind_the_exchange(ranks):
         assert found == ["replicate", None, "batch", "batch", "vocab", "vocab"]
 
 
+def kept_by(mesh, requests: list[int]) -> list[str | None]:
+    """Where "auto" keeps draft logits of states of so many requests."""
+    with mock.patch.dict("os.environ", DTENSOR_SAMPLE_HARDWARE="h200"):
+        states = [
+            SamplingState(
+                mesh, vocab_size=129_280, max_num_reqs=n, num_speculative_tokens=7, seed=0
+            )
+            for n in requests
+        ]
+        for state in states:
+            DraftSampler(state)
+        return [state.bound_exchange for state in states]
+
+
+@worlds("cpu:2")
+def test_where_drafts_are_kept_on_measured_steps(ranks):
+    """Catches draft logits that lie where steps that draw and verify 7 drafts were slow.
+
+    What is kept binds all steps, with filters and without: only the largest steps without any are
+    slower than the best by more than 5 percent, as filters would make the other choice far slower.
+    """
+    with REPORT.open() as file:
+        records = [r for r in csv.DictReader(file) if r["way"] in EXCHANGES]
+    us = {
+        (int(r["rows"]), r["filters"], r["way"]): float(r["us"])
+        for r in records
+        if r["drafts"] == "drafted"
+    }
+    rows = sorted({rows for rows, _, _ in us})
+    (kept, *_) = ranks.run(kept_by, [count // 8 for count in rows])
+    slower = {
+        (count, filters): us[count, filters, name] / min(us[count, filters, n] for n in EXCHANGES)
+        for count, name in zip(rows, kept, strict=True)
+        for filters in ("off", "on")
+    }
+    assert {case for case, ratio in slower.items() if ratio > 1.05} == {(2048, "off")}
+    assert slower[2048, "off"] < 1.15
+
+
 def whole_rows(mesh, name: str) -> tuple[str, list[str], list[str]]:
     """What a state says whose steps need whole rows, and what it takes instead of `vocab`."""
     said: list[str] = []
