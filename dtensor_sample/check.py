@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 INT64_MAX = (1 << 63) - 1
@@ -80,6 +82,24 @@ def integers(
     if length is not None and len(values) != length:
         raise ValueError(f"{name} must have {length} entries, got {len(values)}")
     return [integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(values)]
+
+
+def on_device(
+    name: str,
+    value: object,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """ValueError unless `value` is a plain tensor of a shape, one of some dtypes, on a device."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        raise ValueError(f"{name} must be a plain tensor, got {type(value).__name__}")
+    if (tuple(value.shape), value.device) != (tuple(shape), device) or value.dtype not in dtypes:
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name} must be {kinds} of shape {list(shape)} on {device}, got {value.dtype} of "
+            f"shape {list(value.shape)} on {value.device}"
+        )
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> str:

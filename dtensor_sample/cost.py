@@ -88,6 +88,7 @@ def shape_of(
     ranks: int,
     rows_B: Sequence[int] | np.ndarray,
     owners_B: Sequence[int] | np.ndarray,
+    budget: int | None = None,
 ) -> Shape:
     """The shape of a step.
 
@@ -96,15 +97,23 @@ def shape_of(
         ranks: P.
         rows_B: [B], rows of each request, >= 1.
         owners_B: [B], the rank that owns it.
+        budget: how many drafts are verified at most, of whichever requests; None: all.
     """
     if not batch:
-        rows, requests = int(np.sum(rows_B)), len(rows_B)
-        return Shape(1, rows, requests, rows - requests)
+        requests = len(rows_B)
+        drafts = within(budget, int(np.sum(rows_B)) - requests)
+        return Shape(1, requests + drafts, requests, drafts)
     owner_B = np.asarray(owners_B, dtype=np.int64)
-    rows_P = np.bincount(owner_B, rows_B, ranks).astype(np.int64)
     requests_P = np.bincount(owner_B, minlength=ranks)
-    most = (int(x_P.max()) for x_P in (rows_P, requests_P, rows_P - requests_P))
+    drafts_P = np.bincount(owner_B, rows_B, ranks).astype(np.int64) - requests_P
+    drafts_P = drafts_P if budget is None else drafts_P.clip(max=budget)
+    most = (int(x_P.max()) for x_P in (requests_P + drafts_P, requests_P, drafts_P))
     return Shape(ranks, *most)
+
+
+def within(budget: int | None, drafts: int) -> int:
+    """How many of some drafts are verified at most."""
+    return drafts if budget is None else min(budget, drafts)
 
 
 def cost_of(

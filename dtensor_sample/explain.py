@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dtensor_sample.choose import fastest
-from dtensor_sample.cost import COLLECTIVES
+from dtensor_sample.cost import COLLECTIVES, within
 from dtensor_sample.exchange import EXCHANGES
 from dtensor_sample.predict import hardware
 from dtensor_sample.workload import Workload
@@ -87,7 +87,7 @@ class Explanation:
         step = self.workload
         return {
             "ranks": step.ranks,
-            "rows": sum(step.rows_B),
+            "rows": step.rows,
             "requests": len(step.rows_B),
             "vocab": step.vocab_size,
             "dtype": str(step.dtype).removeprefix("torch."),
@@ -105,7 +105,7 @@ class Explanation:
     @property
     def title(self) -> str:
         """The step in a line."""
-        step, rows = self.workload, sum(self.workload.rows_B)
+        step, rows = self.workload, self.workload.rows
         filters = ["top-k"] * step.filters.top_k + ["top-p"] * step.filters.top_p
         how = "greedy" if not step.filters.drawn else " and ".join(filters) or "no filter"
         return (
@@ -226,10 +226,11 @@ def _owners(step: Workload, name: str) -> str:
         return "all, own columns"
     if name == "replicate":
         return "all, by each rank"
-    rows = Counter[int]()
+    requests, drafts = Counter(step.owners_B), Counter[int]()
     for owner, count in zip(step.owners_B, step.rows_B, strict=True):
-        rows[owner] += count
-    most, least = max(rows.values(), default=0), min(rows[rank] for rank in range(step.ranks))
+        drafts[owner] += count - 1
+    rows = [requests[rank] + within(step.budget, drafts[rank]) for rank in range(step.ranks)]
+    most, least = max(rows), min(rows)
     return f"{most} by each owner" if most == least else f"{least} to {most} by owners"
 
 

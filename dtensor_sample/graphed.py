@@ -21,32 +21,53 @@ from dtensor_sample.sharder import BatchSharder
 from dtensor_sample.state import HostPart, SamplingState
 
 
-class _Inputs:
-    """Where the steps of one kind find what changes: the indices of a plan, and tensors."""
+class _Indices:
+    """Where the steps of one kind find the indices of a plan."""
 
-    def __init__(self, plan: ShardPlan, tensors: Sequence[Tensor]) -> None:
-        lanes, device = len(plan.batch_slots), plan.state.device
+    def __init__(self, plan: ShardPlan, number: int) -> None:
         self.plan: ShardPlan | None = None
-        with torch.inference_mode(False):  # written by steps inside and outside of it
-            self.packed = torch.empty_like(plan.packed)
-            self.positions = plan.batch_slots.new_zeros(lanes)
-            self.tensors = [
-                torch.zeros((lanes, *t.shape[1:]), dtype=t.dtype, device=device) for t in tensors
-            ]
+        self.number = number
+        self.packed = torch.empty_like(plan.packed)
+        self.positions = torch.zeros_like(plan.batch_slots)
 
-    def fill(self, plan: ShardPlan, tensors: Sequence[Tensor]) -> None:
-        """Write them; the indices of a plan that is already here stay."""
+    def fill(self, plan: ShardPlan) -> None:
+        """Write them; those of a plan that is already here stay."""
         if plan is not self.plan:
             self.packed.copy_(plan.packed, non_blocking=True)
             self.plan = plan
         if plan.positions is not None:
             self.positions[: len(plan.positions)].copy_(plan.positions, non_blocking=True)
+
+    def static(self, plan: ShardPlan) -> ShardPlan:
+        """The plan as it is read from here."""
+        positions = None if plan.positions is None else self.positions
+        return plan.on(self.packed, positions, self.number)
+
+
+class _Inputs:
+    """Where the steps of one kind find what changes: the indices of plans, and tensors."""
+
+    def __init__(self, plans: Sequence[ShardPlan], tensors: Sequence[Tensor]) -> None:
+        lanes, device = len(plans[0].batch_slots), plans[0].state.device
+        with torch.inference_mode(False):  # written by steps inside and outside of it
+            self.indices = [_Indices(plan, number) for number, plan in enumerate(plans)]
+            self.tensors = [
+                torch.zeros((lanes, *t.shape[1:]), dtype=t.dtype, device=device) for t in tensors
+            ]
+
+    def fill(self, plans: Sequence[ShardPlan], tensors: Sequence[Tensor]) -> None:
+        """Write them."""
+        for indices, plan in zip(self.indices, plans, strict=True):
+            indices.fill(plan)
         for here, given in zip(self.tensors, tensors, strict=True):
             here[: len(given)].copy_(given, non_blocking=True)
 
-    def static_plan(self, plan: ShardPlan) -> ShardPlan:
-        """The plan as it is read from here."""
-        return plan.on(self.packed, None if plan.positions is None else self.positions)
+    def arguments(self, plans: Sequence[ShardPlan], several: bool) -> tuple[Any, ...]:
+        """What `fn` is called with."""
+        static = tuple(
+            indices.static(plan) for indices, plan in zip(self.indices, plans, strict=True)
+        )
+        return (static if several else static[0], *self.tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +77,8 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     output: Any
     """What `fn` returned: every replay writes it anew."""
-    host_parts: Sequence[HostPart]
-    """What each replay must do on the host."""
+    host_parts: Sequence[tuple[int, HostPart]]
+    """What each replay must do on the host, and with which plan."""
     heads: dict[int, Any]
     """The output for so many requests."""
 
@@ -75,7 +96,8 @@ class GraphedStep:
 
     Args:
         fn: the step, called as `fn(plan, *tensors)`: samplers of the state and any other work that
-            a CUDA graph can hold, no host sync among it. Returns tensors [requests, ...], a
+            a CUDA graph can hold, no host sync among it. `plan` is a tuple of plans if the step is
+            called with one, say of drafting and of verifying. Returns tensors [requests, ...], a
             SamplerOutput, or tuples, lists, dicts or dataclasses of these.
         state: the one that the samplers in `fn` use.
         capacities: rows of an owner that graphs are made for. Where every rank holds all rows
@@ -118,8 +140,12 @@ class GraphedStep:
         query_start_loc: Sequence[int] | None = None,
         exchange: str | None = None,
         positions: Sequence[int] | Tensor | None = None,
+        budget: int | None = None,
+        after: ShardPlan | None = None,
     ) -> ShardPlan:
         """As `BatchSharder.plan`, padded to the smallest capacity that holds the rows.
+
+        With `after`, padded to as many requests as that plan has.
 
         Raises:
             ValueError: also if no capacity does.
@@ -130,14 +156,17 @@ class GraphedStep:
             query_start_loc=query_start_loc,
             exchange=exchange,
             positions=positions,
+            budget=budget,
+            after=after,
         )
 
     @torch.no_grad()
-    def __call__(self, plan: ShardPlan, *tensors: Tensor) -> Any:
+    def __call__(self, plan: ShardPlan | tuple[ShardPlan, ...], *tensors: Tensor) -> Any:
         """Run a step; every rank of the axis must call this.
 
         Args:
-            plan: of this object's `plan`.
+            plan: of this object's `plan`; or some of the same requests, in the order of use, the
+                later ones made `after` the first.
             tensors: plain tensors for `fn`, each of at most as many rows as the padded plan has
                 requests, `len(plan.batch_slots)`. They are copied to where graphs read them.
 
@@ -147,39 +176,42 @@ class GraphedStep:
         Raises:
             ValueError: names the argument; on every rank alike, before any collective.
         """
-        plan, error = check_plan(plan, self.state), None
-        lanes, B = len(plan.batch_slots), len(plan.slots)
+        several, error = isinstance(plan, tuple), None
+        plans = plan if isinstance(plan, tuple) else (plan,)
+        plans = tuple(check_plan(each, self.state) for each in plans)
+        lanes, B = (len(plans[0].batch_slots), len(plans[0].slots)) if plans else (0, 0)
         try:
-            plan.check_current(self.state)
+            _check_plans(plans, self.state)
             _check_tensors(tensors, lanes)
         except ValueError as refused:
             error = refused
         self.state.agree(error)
         if lanes == 0:
             return self.fn(plan, *tensors)
-        moved = self.state.slot_edits.version if plan.needs.edited else 0
-        kind = plan.structure, moved, *((t.shape[1:], t.dtype) for t in tensors)
+        moved = self.state.slot_edits.version if plans[0].needs.edited else 0
+        structures = tuple(each.structure for each in plans)
+        kind = several, structures, moved, *((t.shape[1:], t.dtype) for t in tensors)
         if kind not in self._inputs:
-            self._inputs[kind] = _Inputs(plan, tensors)
+            self._inputs[kind] = _Inputs(plans, tensors)
         inputs = self._inputs[kind]
-        inputs.fill(plan, tensors)
+        inputs.fill(plans, tensors)
         if kind not in self._graphs:
-            output = self.fn(inputs.static_plan(plan), *inputs.tensors)
+            output = self.fn(*inputs.arguments(plans, several))
             if self.state.device.type == "cuda" and not self.state.debug:
                 self._graphs[kind] = None  # the next one is captured
             return _head(output, lanes, B)
         made = self._graphs[kind]
         if made is None:
-            made = self._capture(inputs.static_plan(plan), inputs.tensors)
+            made = self._capture(inputs.arguments(plans, several))
             self._graphs[kind] = made
-        for part in made.host_parts:
-            part(plan)
+        for number, part in made.host_parts:
+            part(plans[number])
         made.graph.replay()
         if B not in made.heads:
             made.heads[B] = _head(made.output, lanes, B)
         return made.heads[B]
 
-    def _capture(self, plan: ShardPlan, tensors: Sequence[Tensor]) -> _Graph:
+    def _capture(self, arguments: tuple[Any, ...]) -> _Graph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -187,7 +219,7 @@ class GraphedStep:
         try:
             # Other threads, NCCL's watchdog among them, may go on with calls of their own.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                output = self.fn(plan, *tensors)
+                output = self.fn(*arguments)
         finally:
             self.state.host_parts = None
         return _Graph(graph, output, host_parts, {})
@@ -197,6 +229,19 @@ class GraphedStep:
         self._graphs.clear()
         self._inputs.clear()
         self._pool = None
+
+
+def _check_plans(plans: Sequence[ShardPlan], state: SamplingState) -> None:
+    if not plans:
+        raise ValueError("plan must be a ShardPlan or some of them, got ()")
+    for i, plan in enumerate(plans):
+        plan.check_current(state)
+        given, wanted = ((x.slots, len(x.batch_slots)) for x in (plan, plans[0]))
+        if given != wanted:
+            raise ValueError(
+                f"plan[{i}] must be of the slots {list(wanted[0])}, padded to {wanted[1]} of them, "
+                f"as plan[0] is, got {list(given[0])} and {given[1]}"
+            )
 
 
 def _check_tensors(tensors: Sequence[object], lanes: int) -> None:

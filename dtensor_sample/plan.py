@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from dtensor_sample import check
 from dtensor_sample.choose import machine_of
 from dtensor_sample.cost import Cost, Shape, cost_of, cost_of_verifying, with_report
+from dtensor_sample.draft.admit import Lanes, best_first, locate
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.explain import Explanation, explain
 from dtensor_sample.layout import Layout, axis_index, check_dtype, layout_of
@@ -43,19 +44,23 @@ class ShardPlan:
     requests: tuple[Request, ...]
     """[B] what was in each slot: a plan is refused once another request is."""
     num_logits: tuple[int, ...]
-    """[B] rows of each request."""
+    """[B] rows of each request; with a budget, at most."""
+    budget: int | None
+    """How many drafts of the batch are verified at most, those that `admit` is told; None: all."""
     owners: tuple[int, ...]
     """[B] the rank that samples each request."""
     rows_per_rank: tuple[int, ...]
-    """[P] rows each rank owns: the splits to send, before padding."""
+    """[P] rows each rank owns: the splits to send, before padding; with a budget, at most."""
     capacity: int
     """C: rows per owner with padding, under `batch`; T otherwise."""
     num_rows: int
     """Rows of logits: P * C under `batch`, T otherwise."""
+    bucketed: bool
+    """Whether the capacity is one of a `GraphedStep`'s."""
     num_hidden_rows: int
     """Rows of hidden states that `select` needs at least."""
     local_rows: int
-    """Rows that this rank samples, padding left out."""
+    """Rows that this rank samples, padding left out; with a budget, at most."""
     local_requests: int
     """Requests that this rank samples."""
     max_requests_per_rank: int
@@ -73,7 +78,10 @@ class ShardPlan:
     draft_blocks: tuple[int, ...]
     """[B] which block of the draft cache has, or would have, each request's drafts; -1: none."""
     draft_steps: tuple[int, ...]
-    """[B] how many draft tokens of each request had their logits kept when the plan was made."""
+    """[B] how many draft tokens of each request had their logits kept when the plan was made, or
+    will have in the draft step that it was made `after`."""
+    promised: bool
+    """Whether it was made after one that has not run yet."""
     packed: Tensor
     """All index tensors below, one after another: what a step uploads."""
     needs: Needs
@@ -103,8 +111,14 @@ class ShardPlan:
     asked: Tensor
     """[B * (5 + most given ids)] int64: what each request wants told, as in `Wants`, and its given
     ids, then -1; empty if none wants anything."""
+    lanes: Tensor
+    """What `admit` needs to know of each request, see `Lanes`; empty without a budget."""
     positions: Tensor | None
     """[B] int64 given by the caller, or None: the state's, which then advance."""
+    counts: Tensor | None = None
+    """[B] int64: how many drafts of each request were admitted; None: all, or none yet."""
+    number: int = 0
+    """Which plan it is of those of a `GraphedStep`'s step."""
 
     @cached_property
     def structure(self) -> Hashable:
@@ -112,18 +126,141 @@ class ShardPlan:
         sizes = (self.capacity, self.num_rows, self.request_capacity, self.draft_capacity)
         told = (self.wants, self.told_rows if self.wants.logprobs else 0)
         kinds = (self.filters, self.needs, told, self.positions is None, any(self.draft_steps))
-        return self.exchange, sizes, len(self.batch_slots), kinds
+        return self.exchange, sizes, len(self.batch_slots), len(self.lanes), kinds
 
     @property
     def told_rows(self) -> int:
         """Of how many rows of each request something can be told."""
         return 1 if self.max_rows_per_request <= 1 else self.state.num_speculative_tokens + 1
 
-    def on(self, packed: Tensor, positions: Tensor | None) -> "ShardPlan":
-        """This plan with its index tensors in another place."""
+    def on(self, packed: Tensor, positions: Tensor | None, number: int) -> "ShardPlan":
+        """This plan with its index tensors elsewhere, as one of those of a step."""
         sizes = [getattr(self, name).shape[0] for name in INDICES]
         fields = dict(zip(INDICES, packed.split(sizes), strict=True))
-        return replace(self, packed=packed, positions=positions, **fields)
+        return replace(self, packed=packed, positions=positions, number=number, **fields)
+
+    def best_first(self, confidences: Tensor, draft_token_ids: Tensor) -> Tensor:
+        """How many drafts of each request to verify: those likeliest to be accepted.
+
+        Of all drafts of the batch the `budget` ones with the largest product of confidences up to
+        and with their own; ties go to the earlier place in a block, then to the earlier request.
+        What is emitted follows the target's distribution exactly, provided that each confidence was
+        known before its draft was drawn. Nothing waits for the device.
+
+        Args:
+            confidences: [B, K] float32 or float64, the same on every rank: the predicted
+                probability that a draft is accepted if those before it are. Clamped to [0, 1], and
+                NaN counts as 0. A confidence may depend on the drafts before its own, and on no
+                others of its request.
+            draft_token_ids: [B, K] int64 on the device; the first that is no id ends a block.
+
+        Returns:
+            [B] int64, for `admit`.
+
+        Raises:
+            ValueError: the plan has no budget; another shape or dtype.
+        """
+        lanes, shape = self._lanes(), (len(self.batch_slots), self.state.num_speculative_tokens)
+        floats = (torch.float32, torch.float64)
+        check.on_device("confidences", confidences, shape, floats, self.packed.device)
+        drafts = draft_token_ids
+        check.on_device("draft_token_ids", drafts, shape, (torch.int64,), self.packed.device)
+        limits = lanes.limit_L, lanes.budget_1
+        return best_first(confidences, drafts, *limits, self.state.vocab_size)
+
+    def admit(self, counts: Tensor) -> "ShardPlan":
+        """This plan for a step that verifies so many drafts of each request, and no others.
+
+        The step has a row for each request and one for each admitted draft. Where they lie is
+        computed on the device, in shapes that only the budget decides. Hidden rows are packed
+        likewise, request after request: `hidden_requests` and `hidden_offsets` say which is which.
+
+        Args:
+            counts: [B] int64 on the device, the same on every rank. Clamped: to the rows that the
+                plan has of each request, then in batch order to the budget.
+
+        Raises:
+            ValueError: the plan has no budget; another shape or dtype.
+
+        Example:
+            >>> plan = sharder.plan(slots, [K + 1] * B, budget=2 * B)         # doctest: +SKIP
+            >>> plan = plan.admit(plan.best_first(confidences, drafts))       # doctest: +SKIP
+            >>> request, offset = plan.hidden_requests, plan.hidden_offsets   # doctest: +SKIP
+            >>> texts = torch.cat([last[:, None], drafts], 1)                 # doctest: +SKIP
+            >>> hidden = backbone(texts[request, offset], ...)                # doctest: +SKIP
+            >>> output = verifier(lm_head(plan.select(hidden)), plan, drafts) # doctest: +SKIP
+        """
+        lanes, L = self._lanes(), len(self.batch_slots)
+        check.on_device("counts", counts, (L,), (torch.int64,), self.packed.device)
+        if not self.slots:
+            return replace(self, counts=counts)
+        counts_L = lanes.clamped(counts)
+        rows_L, K = lanes.rows(counts_L), self.state.num_speculative_tokens
+        packed_L = rows_L.cumsum(0) - rows_L
+        hidden_L = torch.where(lanes.hidden_L >= 0, lanes.hidden_L, packed_L)
+        me = self.state.axis.rank if self.exchange.name == "batch" else 0
+        owned_HQ = lanes.owned_HQ.view(-1, self.request_capacity)
+        every = locate(rows_L, owned_HQ, self.capacity)
+        request_R, offset_R = every.request_HC[me], every.offset_HC[me]
+        draft_row_R = torch.where(every.real_HC[me], lanes.draft_row_L[request_R], -1)
+        return replace(
+            self,
+            counts=counts_L,
+            logits_indices=(hidden_L[every.request_HC] + every.offset_HC).flatten(),
+            local_cu_num_logits=every.cu_HQ[me],
+            row_requests=request_R,
+            row_slots=self.batch_slots[request_R],
+            row_offsets=offset_R,
+            row_numbers=request_R * (K + 1) + offset_R,
+            row_draft_rows=draft_row_R,
+            row_draft_steps=lanes.draft_steps_L[request_R],
+        )
+
+    @cached_property
+    def hidden_starts(self) -> Tensor:
+        """[B + 1] int64: where each request's hidden rows begin, once drafts are admitted.
+
+        As attention over packed sequences wants to know; the last is how many rows there are.
+        """
+        self._check_admitted()
+        assert self.counts is not None
+        rows_L = self._lanes().rows(self.counts)
+        return torch.nn.functional.pad(rows_L.cumsum(0), (1, 0))
+
+    @property
+    def hidden_requests(self) -> Tensor:
+        """[num_hidden_rows] int64: whose each hidden row is, once drafts are admitted.
+
+        Of a plan without `query_start_loc`. Rows behind the last repeat the first.
+        """
+        return self._hidden_rows[0]
+
+    @property
+    def hidden_offsets(self) -> Tensor:
+        """[num_hidden_rows] int64: the place of each of them in its request.
+
+        0 is the last token emitted before this step, j is draft j - 1.
+        """
+        return self._hidden_rows[1]
+
+    @cached_property
+    def _hidden_rows(self) -> tuple[Tensor, Tensor]:
+        rows_L = self.hidden_starts.diff()
+        every_1L = torch.arange(len(rows_L), device=rows_L.device)[None]
+        found = locate(rows_L, every_1L, self.num_hidden_rows)
+        return found.request_HC[0], found.offset_HC[0]
+
+    def _lanes(self) -> Lanes:
+        if self.budget is None:
+            raise ValueError("plan must be made with a budget to admit drafts, got None")
+        return Lanes.unpacked(self.lanes, len(self.batch_slots))
+
+    def _check_admitted(self) -> None:
+        if self.budget is not None and self.counts is None:
+            raise ValueError(
+                f"plan must be given its drafts by plan.admit, since it has a budget of "
+                f"{self.budget} for them"
+            )
 
     @property
     def local(self) -> list[bool]:
@@ -156,6 +293,7 @@ class ShardPlan:
         Raises:
             ValueError: too few rows, or another placement.
         """
+        self._check_admitted()
         shape = check.instance("hidden", hidden, Tensor).shape
         if isinstance(hidden, DTensor) and hidden.device_mesh.ndim > 1:
             shape = hidden.to_local().shape  # other axes keep rows of their own
@@ -219,11 +357,12 @@ class ShardPlan:
         except ValueError as refused:
             error = refused
         given = (getattr(logits, name, None) for name in ("shape", "dtype", "placements"))
-        rows = (self.num_logits, self.owners, self.capacity, self.num_rows)
+        rows = (self.num_logits, self.budget, self.owners, self.capacity, self.num_rows)
         plan = (self.slots, self.exchange.name, rows)
         if isinstance(mask, TokenBitmask):
             replicated |= vars(mask)
-        state.agree(error, plan=plan, positions=self.positions, logits=tuple(given), **replicated)
+        at = {"positions": self.positions, "admitted": self.counts}
+        state.agree(error, plan=plan, logits=tuple(given), **at, **replicated)
         assert layout is not None
         state.slot_edits.learn(self.exchange, self._columns(layout))
         splits = [self.capacity] * state.axis.size
@@ -241,6 +380,7 @@ class ShardPlan:
 
     def _check(self, logits: Tensor, state: SamplingState, most_rows: int) -> Layout:
         self.check_current(state)
+        self._check_admitted()
         if self.max_rows_per_request > most_rows:
             raise ValueError(
                 f"plan must have at most {most_rows} rows a request for this sampler, "
@@ -342,9 +482,7 @@ class ShardPlan:
             draft_dtype: as for `cost`; the draft logits of all slots then count as memory.
             hidden: width of the hidden rows, to count those that `select` copies.
         """
-        rows, P = sum(self.rows_per_rank), self.state.axis.size
-        batch = self.exchange.name == "batch"
-        padded = self.capacity != (max(self.rows_per_rank) if batch else rows)
+        P, batch = self.state.axis.size, self.exchange.name == "batch"
         step = Workload(
             ranks=P,
             rows_B=self.num_logits,
@@ -355,9 +493,12 @@ class ShardPlan:
             K=self.state.num_speculative_tokens,
             method=method or ("block" if self.max_rows_per_request > 1 else None),
             draft_dtype=draft_dtype,
-            capacity=(self.capacity if batch else self.capacity // P) if padded else None,
-            graphed=len(self.batch_slots) == self.num_rows,
+            lanes=len(self.batch_slots) if self.bucketed else None,
+            graphed=self.bucketed,
+            budget=self.budget,
         )
+        if self.bucketed or self.capacity != step.shape(self.exchange.name).rows:
+            step = replace(step, capacity=self.capacity if batch else self.capacity // P)
         return explain(
             step,
             machine_of(self.state.device.type),
@@ -370,7 +511,7 @@ class ShardPlan:
                 "slots": f"{list(self.slots)}",
                 "owners": f"{list(self.owners)}",
                 "owned rows": f"{list(self.rows_per_rank)}",
-                "padding": f"{self.num_rows - rows} rows, to a capacity of {self.capacity}",
+                "padding": f"{self.num_rows - step.rows} rows, to a capacity of {self.capacity}",
             },
         )
 
@@ -387,6 +528,7 @@ INDICES = (
     "row_draft_rows",
     "row_draft_steps",
     "asked",
+    "lanes",
 )
 """The fields of a plan that lie on the device, in the order in which `packed` has them."""
 

@@ -234,7 +234,8 @@ class TokenBitmask:
     bitmask: Tensor
     """[rows, words] int32, plain, on the host or the device, the same on every rank: a row for each
     row of logits of the requests that are masked, in batch order. From the host only those rows and
-    words reach a device that it reads."""
+    words reach a device that it reads. In a plan with a budget a request has as many rows here as
+    `num_logits` says, whatever is admitted; K + 1 if all are masked and it lies on the device."""
     requests: Sequence[bool] | None = None
     """[B] which requests of the batch those are; None: all."""
     num_acceptable: Sequence[int] | Tensor | None = None
@@ -255,8 +256,11 @@ class TokenBitmask:
         for i, flag in enumerate(chosen):
             if not isinstance(flag, bool):
                 raise ValueError(f"requests[{i}] must be a bool, got {flag!r}")
+        lanes = len(plan.batch_slots)
         rows = sum(n for n, flag in zip(plan.num_logits, chosen, strict=True) if flag)
-        padded = len(plan.batch_slots) if self._in_place(plan) else rows  # what a graph reads
+        padded = lanes if self._in_place(plan) else rows  # what a graph reads
+        if self._in_place(plan) and plan.budget is not None:
+            rows = padded = lanes * (plan.state.num_speculative_tokens + 1)
         if mask.shape[0] not in (rows, padded) or mask.shape[1] == 0:
             raise ValueError(
                 f"bitmask must have shape [{rows}, words], one row for each row of logits of the "
@@ -290,20 +294,18 @@ class TokenBitmask:
         if self._in_place(plan):
             return Mask(words_GX, plan.row_numbers, first_id_1)
         picked: list[int] = []
-        row: list[int] = []
+        begin_of: list[int] = []
         start = 0
         for own, n, chosen in zip(plan.local, plan.num_logits, self._chosen(plan), strict=True):
-            if own:
-                row += range(len(picked), len(picked) + n) if chosen else [-1] * n
+            begin_of.append(len(picked) if own and chosen else -1)
             if own and chosen:
                 picked += range(start, start + n)
             start += n * chosen
-        row += [-1] * (len(plan.row_slots) - len(row))
-        index_G, row_R = (torch.tensor(numbers, dtype=torch.int64) for numbers in (picked, row))
+        index_G, begin_B = (torch.tensor(given, dtype=torch.int64) for given in (picked, begin_of))
         words_GX = words_GX.index_select(0, index_G.to(words_GX.device, non_blocking=True))
-        return Mask(
-            words_GX.to(device, non_blocking=True), row_R.to(device, non_blocking=True), first_id_1
-        )
+        begin_R = begin_B.to(device, non_blocking=True)[plan.row_requests]
+        row_R = torch.where(begin_R < 0, -1, begin_R + plan.row_offsets)
+        return Mask(words_GX.to(device, non_blocking=True), row_R, first_id_1)
 
     def _in_place(self, plan: ShardPlan) -> bool:
         """Whether rows are read where they are, and found without the host."""

@@ -299,7 +299,8 @@ class RejectionSampler:
         Args:
             logits: DTensor [num_rows, V]: row j of a request is p of the token after its draft j.
             plan: a request with k drafts has k + 1 rows, and drafts beyond those are not
-                judged; made after its drafts were drawn.
+                judged; made after its drafts were drawn. With a budget, one that drafts were
+                admitted to: those that were not are as if there were none.
             draft_token_ids: [B, K] int64, the same on every rank; as nested lists, some may be
                 shorter. The first id outside the vocabulary (-1) ends a request's block as if it
                 had no more drafts, and so does the first whose draft logits were not kept.

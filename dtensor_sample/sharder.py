@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dtensor_sample import check
 from dtensor_sample.choose import fastest, machine_of
-from dtensor_sample.cost import Shape, shape_of
+from dtensor_sample.cost import Shape, shape_of, within
+from dtensor_sample.draft.admit import packed_lanes
 from dtensor_sample.exchange import WHOLE, check_exchange, exchange_of
 from dtensor_sample.layout import check_dtype
 from dtensor_sample.params import Filters, SamplingParams, Wants, filters_of, wants_of
@@ -103,6 +104,8 @@ class BatchSharder:
         capacity: int | None = None,
         exchange: str | None = None,
         positions: Sequence[int] | Tensor | None = None,
+        budget: int | None = None,
+        after: ShardPlan | None = None,
     ) -> ShardPlan:
         """Plan a step. Arguments are host data, the same on every rank.
 
@@ -110,12 +113,19 @@ class BatchSharder:
             slots: [B], the requests of this step in batch order.
             num_logits: [B], rows of each request, in [1, K + 1]; one each by default.
             query_start_loc: [B + 1], where each request's hidden rows begin if they are packed; its
-                last `num_logits` rows are the ones that get logits.
+                last `num_logits` rows are the ones that get logits. With a budget, the first ones
+                of these, one more than drafts are admitted.
             capacity: C under `batch`, which "auto" then is; by default the fullest owner's rows.
             exchange: for this step, by default the state's. "auto" takes what is predicted to be
                 fastest, or what wide state of the state is bound to.
             positions: [B], of each request's next token, instead of the state's, which then stay.
                 The only argument that may lie on the device; negative values there count as 0.
+            budget: how many drafts of the batch are verified at most, whichever requests have them;
+                `num_logits` then limits those of each. `ShardPlan.admit` tells which. The step has
+                at most B + budget rows. None: all drafts.
+            after: the plan of a draft step that will have run when this step does, but has not yet:
+                requests stay with its owners, and as many drafts as this plan can judge count as
+                kept of every request that is in both and not greedy.
 
         Raises:
             ValueError: names the argument; on every rank alike, before any collective. The state is
@@ -123,7 +133,9 @@ class BatchSharder:
         """
         plan = error = None
         try:
-            plan = self._plan(slots, num_logits, query_start_loc, capacity, exchange, positions)
+            plan = self._plan(
+                slots, num_logits, query_start_loc, capacity, exchange, positions, budget, after
+            )
         except ValueError as refused:
             error = refused
         self.state.agree(error, **self._replicated(plan))
@@ -137,6 +149,7 @@ class BatchSharder:
         return {
             "slots": plan and plan.slots,
             "num_logits": plan and plan.num_logits,
+            "budget": plan and plan.budget,
             "capacity": plan and plan.capacity,
             "exchange": plan and plan.exchange.name,
             "owners": plan and plan.owners,
@@ -153,6 +166,8 @@ class BatchSharder:
         capacity: int | None,
         exchange_name: str | None,
         positions: Sequence[int] | Tensor | None,
+        budget: int | None,
+        after: ShardPlan | None,
     ) -> ShardPlan:
         state, axis = self.state, self.state.axis
         slots = check.integers("slots", slots_given, None, 0, state.max_num_reqs - 1)
@@ -165,15 +180,28 @@ class BatchSharder:
         B, K = len(slots), state.num_speculative_tokens
         given = [1] * B if num_logits is None else num_logits
         rows = check.integers("num_logits", given, B, 1, K + 1)
+        if budget is not None:
+            budget = check.integer("budget", budget, 0, check.INT64_MAX)
         params = [state.request(slot).params for slot in slots]
         filters, wants = filters_of(params), wants_of(params, state.vocab_size)
-        name = self._named(exchange_name, capacity)
+        name = self._named(exchange_name, capacity, after)
         state.slot_edits.check_exchange(slots, name)
-        pinned = [state.pinned(slot, name) for slot in slots]
+        promised: dict[int, tuple[int, int]] = {}  # owners and blocks of drafts to come
+        if after is not None:
+            places = zip(after.owners, after.draft_blocks, strict=True)
+            promised = dict(zip(after.slots, places, strict=True))
+        pinned = [promised.get(slot, (state.pinned(slot, name), 0))[0] for slot in slots]
         owners = assign_owners(self.owners, slots, rows, pinned, state.room())
         slots_B, rows_B, owners_B = (np.array(a, dtype=np.int64) for a in (slots, rows, owners))
-        rows_P = np.bincount(owners_B, rows_B, axis.size).astype(np.int64)
-        by_owners, by_all = (shape_of(b, axis.size, rows_B, owners_B) for b in (True, False))
+        requests_P = np.bincount(owners_B, minlength=axis.size)
+        drafts_P = np.bincount(owners_B, rows_B - 1, axis.size).astype(np.int64)
+        rows_per_rank = tuple(
+            int(n) + within(budget, int(drafts))
+            for n, drafts in zip(requests_P, drafts_P, strict=True)
+        )
+        by_owners, by_all = (
+            shape_of(b, axis.size, rows_B, owners_B, budget) for b in (True, False)
+        )
         exchange = exchange_of(name or self._fastest(by_owners, by_all, filters), axis)
 
         # Who holds which rows: under `batch` their owners, otherwise one holder has everything.
@@ -182,7 +210,8 @@ class BatchSharder:
         holder_B, me = (owners_B, axis.rank) if batch else (np.zeros_like(owners_B), 0)
         holders, C, requests, drafts = shape
         most_rows, most_requests, lanes = C, requests, B
-        if B and self.buckets and capacity is None:
+        bucketed = bool(B and self.buckets and capacity is None)
+        if bucketed:
             padded = self._padded(shape)
             if padded is None:
                 share = axis.size // holders
@@ -192,29 +221,46 @@ class BatchSharder:
                 )
             holders, C, requests, drafts = padded
             lanes = holders * C
+            if after is not None and after.bucketed:  # drafts are of as many requests
+                lanes, requests = len(after.batch_slots), after.request_capacity
         if capacity is not None:
             if not batch:
                 raise ValueError(f'capacity must be None except under "batch", got {capacity}')
             capacity = check.integer("capacity", capacity, most_rows, MOST_ROWS)
             C, requests, drafts = (capacity, capacity, capacity if K else 0) if B else (0, 0, 0)
 
-        # Every row of the step in batch order: its request, its place in it, its hidden row.
-        first_B = np.cumsum(rows_B) - rows_B
-        request_T = np.repeat(np.arange(B), rows_B)
+        # Every row of the step in batch order: its request, its place in it, its hidden row. With a
+        # budget there is one of each request, until `admit` says which others there are.
+        held_B = rows_B if budget is None else np.ones_like(rows_B)
+        first_B = np.cumsum(held_B) - held_B
+        request_T = np.repeat(np.arange(B), held_B)
         offset_T = np.arange(len(request_T)) - first_B[request_T]
-        end_B = np.cumsum(rows_B) if query_start_loc is None else _ends(query_start_loc, rows_B)
-        hidden_T = (end_B - rows_B)[request_T] + offset_T
+        hidden_B, num_hidden = first_B, by_all.rows
+        if query_start_loc is not None:
+            hidden_B = _ends(query_start_loc, rows_B) - rows_B
+            num_hidden = int((hidden_B + rows_B).max(initial=0))
+        elif bucketed and budget is not None:
+            num_hidden = holders * C
+        hidden_T = hidden_B[request_T] + offset_T
 
         row_order = _by_holder(holder_B[request_T], holders, C)  # [holders * C], rows of the step
         mine = row_order[me * C : (me + 1) * C]
         own_B = np.flatnonzero(holder_B == me)
-        own_rows = rows_B[own_B].sum()
+        own_rows = held_B[own_B].sum()
         cu = np.full(requests + 1, own_rows, dtype=np.int64)
-        cu[: len(own_B) + 1] = np.concatenate([[0], np.cumsum(rows_B[own_B])])
-        blocks = state.drafts.blocks(slots, owners, exchange) if K else (-1,) * B
-        steps = tuple(state.drafts.steps(slot) for slot in slots)
-        block_R, steps_R = (np.array(a, dtype=np.int64)[request_T[mine]] for a in (blocks, steps))
-        real_R = (np.arange(len(mine)) < own_rows) & (block_R >= 0)
+        cu[: len(own_B) + 1] = np.concatenate([[0], np.cumsum(held_B[own_B])])
+        free = state.drafts.blocks(slots, owners, exchange) if K else (-1,) * B
+        blocks = tuple(
+            promised.get(slot, (0, block))[1] for slot, block in zip(slots, free, strict=True)
+        )
+        steps = tuple(
+            count - 1 if slot in promised and not own.greedy else state.drafts.steps(slot)
+            for slot, count, own in zip(slots, rows, params, strict=True)
+        )
+        block_B, steps_B = (np.array(a, dtype=np.int64) for a in (blocks, steps))
+        draft_row_B = np.where(block_B >= 0, block_B * K, -1)
+        draft_row_R, steps_R = draft_row_B[request_T[mine]], steps_B[request_T[mine]]
+        real_R = np.arange(len(mine)) < own_rows
         lane_slots = np.full(lanes, state.max_num_reqs)
         lane_slots[:B] = slots_B
         lane_sources = np.zeros(lanes, dtype=np.int64)
@@ -228,10 +274,16 @@ class BatchSharder:
             "row_slots": slots_B[request_T[mine]],
             "row_offsets": offset_T[mine],
             "row_numbers": mine,
-            "row_draft_rows": np.where(real_R, block_R * K, -1) if K else block_R[:0],
+            "row_draft_rows": np.where(real_R, draft_row_R, -1) if K else draft_row_R[:0],
             "row_draft_steps": steps_R if K else steps_R[:0],
             "asked": _asked(params, wants, lanes),
+            "lanes": np.zeros(0, np.int64),
         }
+        if budget is not None:
+            start_B = np.full(B, -1) if query_start_loc is None else hidden_B
+            columns = [(rows_B - 1, -1), (start_B, -1), (draft_row_B, -1), (steps_B, 0)]
+            owned = [np.flatnonzero(holder_B == holder).tolist() for holder in range(holders)]
+            indices["lanes"] = packed_lanes(lanes, budget, owned, requests, columns)
         fields = [indices[name] for name in INDICES]
         packed = torch.from_numpy(np.concatenate(fields)).to(state.device, non_blocking=True)
         on_device = packed.split([len(field) for field in fields])
@@ -242,12 +294,14 @@ class BatchSharder:
             slots=tuple(slots),
             requests=tuple(state.request(slot) for slot in slots),
             num_logits=tuple(rows),
+            budget=budget,
             owners=tuple(owners),
-            rows_per_rank=tuple(int(n) for n in rows_P),
+            rows_per_rank=rows_per_rank,
             capacity=C,
             num_rows=holders * C,
-            num_hidden_rows=int(end_B.max(initial=0)),
-            local_rows=int(own_rows),
+            bucketed=bucketed,
+            num_hidden_rows=num_hidden,
+            local_rows=rows_per_rank[me] if batch else by_all.rows,
             local_requests=len(own_B),
             max_requests_per_rank=most_requests,
             request_capacity=requests,
@@ -258,15 +312,26 @@ class BatchSharder:
             needs=needs_of(params, state.processors),
             draft_blocks=blocks,
             draft_steps=steps,
+            promised=after is not None,
             packed=packed,
             **dict(zip(INDICES, on_device, strict=True)),
             positions=None if positions is None else _on_device(positions, B, state.device),
         )
 
-    def _named(self, exchange: str | None, capacity: int | None) -> str | None:
+    def _named(
+        self, exchange: str | None, capacity: int | None, after: ShardPlan | None
+    ) -> str | None:
         """The exchange that was asked for or that state asks for; None: any will do."""
         state = self.state
         name: str | None = check_exchange(state.exchange if exchange is None else exchange)
+        if after is not None:
+            check.instance("after", after, ShardPlan).check_current(state)
+            if name not in ("auto", after.exchange.name):
+                raise ValueError(
+                    f'exchange must be "{after.exchange.name}", that of the plan that comes before '
+                    f'it, got "{name}"'
+                )
+            name = after.exchange.name
         if name == "auto":
             name = state.bound_exchange or ("batch" if capacity is not None else None)
         if name == "vocab" and state.needs_whole_rows is not None:

@@ -120,8 +120,9 @@ class SamplingState:
             vocab_size=self.vocab_size,
         )
         """The draft-logits cache."""
-        self.host_parts: list[HostPart] | None = None
-        """While a graph is captured: what each of its replays must do on the host."""
+        self.host_parts: list[tuple[int, HostPart]] | None = None
+        """While a graph is captured: what each replay must do on the host, with which of the step's
+        plans."""
         self.version = 0
         """How often a slot was filled or freed: plans of one version have the same requests."""
         self.needs_whole_rows: str | None = None
@@ -298,7 +299,7 @@ class SamplingState:
         if self.host_parts is None:
             act(plan)
         else:
-            self.host_parts.append(act)
+            self.host_parts.append((plan.number, act))
 
     def agree(self, error: ValueError | None = None, **replicated: object) -> None:
         """In debug mode, raise on every rank if `replicated` differs on any (see `debug.agree`)."""

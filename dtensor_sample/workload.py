@@ -12,6 +12,7 @@ from dtensor_sample.cost import (
     cost_of_verifying,
     draft_cache_bytes,
     shape_of,
+    within,
 )
 from dtensor_sample.exchange import Axis, Exchange, exchange_of
 from dtensor_sample.params import Filters
@@ -41,8 +42,18 @@ class Workload:
     """Of the draft logits; None: all drafts are one-hot."""
     capacity: int | None = None
     """Rows of an owner with padding, if more than needed."""
+    lanes: int | None = None
+    """Requests with padding, if there may not be as many as rows."""
     graphed: bool = False
     """Whether steps of other exchanges are padded too, to P times as many rows."""
+    budget: int | None = None
+    """How many drafts of the batch are verified at most; None: all."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits without padding."""
+        requests = len(self.rows_B)
+        return requests + within(self.budget, sum(self.rows_B) - requests)
 
     def exchange(self, name: str) -> Exchange:
         """An exchange over as many ranks, of no process group."""
@@ -50,11 +61,12 @@ class Workload:
 
     def shape(self, name: str) -> Shape:
         """Rows of each holder under an exchange."""
-        shape = shape_of(name == "batch", self.ranks, self.rows_B, self.owners_B)
+        shape = shape_of(name == "batch", self.ranks, self.rows_B, self.owners_B, self.budget)
         if self.capacity is None or shape.rows == 0 or not (name == "batch" or self.graphed):
             return shape
         C = self.capacity * self.ranks // shape.holders
-        return Shape(shape.holders, C, C, C if self.K else 0)
+        requests = C if self.lanes is None else self.lanes // shape.holders
+        return Shape(shape.holders, C, requests, C if self.K else 0)
 
     def cost(self, name: str) -> Cost:
         """The cost of the step under an exchange."""

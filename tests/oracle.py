@@ -256,6 +256,36 @@ def tell(
     )
 
 
+# --- which drafts are verified
+
+
+def admitted(
+    confidences: Sequence[Sequence[float]],
+    drafts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    budget: int,
+    size: int,
+) -> list[int]:
+    """How many drafts of each request are verified: the `budget` ones that most likely survive.
+
+    Survival is counted in units of 2^-62, products rounded down; ties go to the earlier place in a
+    block, then to the earlier request. `size` is V: a block ends at what is no id.
+    """
+    found = []
+    for b, (chances, ids, limit) in enumerate(zip(confidences, drafts, limits, strict=True)):
+        left = 2**62
+        for i, (c, x) in enumerate(zip(chances, ids, strict=True)):
+            if i >= limit or not 0 <= x < size:
+                break
+            c = 0.0 if math.isnan(c) else min(max(c, 0.0), 1.0)
+            left = left * int(Fraction(c) * 2**62) >> 62
+            found.append((-left, i, b))
+    counts = [0] * len(drafts)
+    for _, _, b in sorted(found)[:budget]:
+        counts[b] += 1
+    return counts
+
+
 # --- verification of drafts
 
 
@@ -330,21 +360,31 @@ def emitted_law(p_of, q_of, K: int, size: int, method: str) -> tuple[dict, Any]:
     law: dict[tuple[int, ...], Any] = dict.fromkeys(itertools.product(range(size), repeat=K + 1), 0)
     mean: Any = 0
     for drafts in itertools.product(range(size), repeat=K):
-        p, q = ([of(drafts[:i]) for i in range(K + 1)] for of in (p_of, q_of))
-        chance = math.prod(q[i][x] for i, x in enumerate(drafts))
-        if not chance:
-            continue
-        ratios = joint_ratios(p, q, drafts, method)
-        counts = count_chances(pass_chances(p, q, drafts, method), method)
-        for i, count_chance in enumerate(counts):
-            if not count_chance:
-                continue
-            mean += chance * count_chance * i
-            left = p[K] if i == K else residual(p[i], q[i], ratios[i])
-            for x in range(size):
-                weight = chance * count_chance * left[x] / sum(left)
-                add_completions(law, (*drafts[:i], x), weight, p_of)
+        if chance := draft_chance(q_of, drafts):
+            mean += chance * add_emitted(law, p_of, q_of, drafts, chance, size, method)
     return law, mean
+
+
+def draft_chance(q_of, drafts: Sequence[int]):
+    """The chance that these are drafted."""
+    return math.prod(q_of(drafts[:i])[x] for i, x in enumerate(drafts))
+
+
+def add_emitted(law: dict, p_of, q_of, drafts: Sequence[int], chance, size: int, method: str):
+    """Add what is emitted once these drafts, and no more, are verified; how many are accepted."""
+    K, mean = len(drafts), 0
+    p, q = ([of(drafts[:i]) for i in range(K + 1)] for of in (p_of, q_of))
+    ratios = joint_ratios(p, q, drafts, method)
+    counts = count_chances(pass_chances(p, q, drafts, method), method)
+    for i, count_chance in enumerate(counts):
+        if not count_chance:
+            continue
+        mean += count_chance * i
+        left = p[K] if i == K else residual(p[i], q[i], ratios[i])
+        for x in range(size):
+            weight = chance * count_chance * left[x] / sum(left)
+            add_completions(law, (*drafts[:i], x), weight, p_of)
+    return mean
 
 
 def add_completions(law: dict, emitted: tuple[int, ...], weight, p_of) -> None:

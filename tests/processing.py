@@ -108,6 +108,8 @@ class Asked:
     """[k + 1, V] bool: what a grammar allows; None: there is no grammar."""
     acceptable: int = 0
     """How many drafts may be accepted."""
+    count: int = 0
+    """How many drafts are admitted."""
 
 
 @dataclass
@@ -146,7 +148,9 @@ class Script:
         method: str = "block",
         grammar: bool = True,
         greedy: bool = False,
+        budget: bool = False,
     ) -> None:
+        self.budget = budget
         self.rng, self.V, self.K, self.slots = np.random.default_rng(seed), V, K, slots
         self.dtype, self.padding, self.method = dtype, padding, method
         self.grammar, self.greedy = grammar, greedy
@@ -190,7 +194,9 @@ class Script:
         for slot in chosen:
             live, k = self.live[slot], int(rng.integers(self.K + 1))
             target = self.logits(k + 1)
-            asked = Asked(slot, target, None, [], acceptable=k)
+            asked = Asked(slot, target, None, [], acceptable=k, count=k)
+            if self.budget:
+                asked.count = int(rng.integers(k + 1))
             if self.grammar and rng.random() < 0.5:
                 asked.legal = rng.random((k + 1, V)) < rng.choice([0.1, 0.6, 0.95])
                 if rng.random() < 0.2:
@@ -253,9 +259,9 @@ class Script:
         text = [x if 0 <= x < self.V else 0 for x in asked.drafts]  # no row after one is read
         rows = [live.row(x, self.V, text[:j], legal[j]) for j, x in enumerate(asked.target)]
         return oracle.verify(
-            rows,
-            drafts,
-            draft_rows,
+            rows[: asked.count + 1],
+            drafts[: asked.count],
+            draft_rows[: asked.count],
             live.params,
             method=self.method,
             **live.where,
@@ -302,18 +308,28 @@ def run_step(mesh, state, script: Script, owners: str, seed: int, step: Step, de
         for slot, token in zip(drawing, drawn, strict=True):
             drafts[slot][j] = token
     slots = [asked.slot for asked in step.requests]
-    plan = sharder.plan(slots, [len(asked.target) for asked in step.requests])
+    budget = sum(a.count for a in step.requests) + seed % 3 if script.budget else None
+    plan = sharder.plan(slots, [len(asked.target) for asked in step.requests], budget=budget)
     width = script.V + script.padding
     rows = torch.cat(
         [torch.empty(0, width, dtype=script.dtype), *[a.target for a in step.requests]]
     )
-    logits = shard_vocab(plan.select(rows.to(device)), mesh)
+    rows = rows.to(device)
+    if budget is not None:
+        counts = torch.tensor([a.count for a in step.requests], dtype=torch.int64)
+        plan = plan.admit(counts.to(device))
+        first = np.cumsum([0, *[len(asked.target) for asked in step.requests]])
+        rows = rows[torch.tensor(first).to(device)[plan.hidden_requests] + plan.hidden_offsets]
+    logits = shard_vocab(plan.select(rows), mesh)
     masked = [asked.legal is not None for asked in step.requests]
     legal = [asked.legal for asked in step.requests if asked.legal is not None]
     mask = None
     if any(masked) or step.limited:
         rng = np.random.default_rng(seed)
         allowed = np.concatenate([np.empty((0, script.V), bool), *legal])
+        if budget is not None and all(masked) and device != "cpu" and seed % 2:
+            legal = [np.pad(own, ((0, K + 1 - len(own)), (0, 0))) for own in legal]
+            allowed = np.concatenate(legal)
         bits = torch.from_numpy(packed(allowed, step.words, rng))
         mask = TokenBitmask(
             bitmask=bits.to(device) if seed % 2 else bits,

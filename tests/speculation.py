@@ -7,6 +7,7 @@ num_speculative_tokens, k <= K the drafts of one request.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,7 +112,12 @@ def random_speculation(
 # --- the oracle's answers
 
 
-def expected(step: Speculation, method: str, order: Sequence[int] | None = None) -> dict[str, list]:
+def expected(
+    step: Speculation,
+    method: str,
+    order: Sequence[int] | None = None,
+    counts: Sequence[int] | None = None,
+) -> dict[str, list]:
     """What `speculative_step` must give."""
     unseeded = [r.params.seed is None for r in step.requests]
     answers, drafts = [], []
@@ -120,7 +126,8 @@ def expected(step: Speculation, method: str, order: Sequence[int] | None = None)
         seed = request.params.seed
         if seed is None:
             seed = oracle.unseeded_seed(step.base_seed, sum(unseeded[:i]))
-        ids, verified = answer(request, step.vocab_size, seed, method)
+        count = request.k if counts is None else counts[i]
+        ids, verified = answer(request, step.vocab_size, seed, method, count)
         drafts.append(ids + [-1] * (step.K - len(ids)))
         answers.append(verified)
     return {
@@ -134,22 +141,22 @@ def expected(step: Speculation, method: str, order: Sequence[int] | None = None)
 
 
 def answer(
-    request: Request, vocab_size: int, seed: int, method: str
+    request: Request, vocab_size: int, seed: int, method: str, count: int
 ) -> tuple[list[int], oracle.Verified]:
-    """A request's submitted drafts, and what it emits."""
+    """A request's submitted drafts, and what it emits if `count` of them are admitted."""
     rows, draft_rows = (
         rows_of(x, request.params, vocab_size) for x in (request.target, request.draft)
     )
-    where = {"seed": seed, "position": request.position}
+    where: dict[str, Any] = {"seed": seed, "position": request.position}
     ids = [
         request.chosen[j]
         if j in request.chosen
         else oracle.draft(draft_rows[j], request.params, step=j, **where)
         for j in range(request.k)
     ]
-    verified = oracle.verify(
-        rows, ids, draft_rows or [None] * request.k, request.params, method=method, **where
-    )
+    drawn_from: list[oracle.Row | None] = [*draft_rows] or [None] * request.k
+    admitted = rows[: count + 1], ids[:count], drawn_from[:count]
+    verified = oracle.verify(*admitted, request.params, method=method, **where)
     return ids, verified
 
 
@@ -170,17 +177,33 @@ def rows_of(
 # --- what a rank does
 
 
-def speculative_step(mesh, step: Speculation, layout: Layout, method: str) -> dict[str, list]:
+def speculative_step(
+    mesh,
+    step: Speculation,
+    layout: Layout,
+    method: str,
+    counts: Sequence[int] | None = None,
+    spare: int = 0,
+) -> dict[str, list]:
     """Drafts and outputs, as lists, of `speculative_output`."""
-    drafts, output = speculative_output(mesh, step, layout, method)
+    drafts, output = speculative_output(mesh, step, layout, method, counts=counts, spare=spare)
     names = ("token_ids", "num_sampled", "num_rejected", "num_nans", "failed")
     return {"drafts": drafts, **{name: getattr(output, name).tolist() for name in names}}
 
 
 def speculative_output(
-    mesh, step: Speculation, layout: Layout, method: str, mode: str = "raw_logprobs"
+    mesh,
+    step: Speculation,
+    layout: Layout,
+    method: str,
+    mode: str = "raw_logprobs",
+    counts: Sequence[int] | None = None,
+    spare: int = 0,
 ) -> tuple[list[list[int]], SamplerOutput]:
-    """Draft and verify, as an engine that admitted all requests: outputs of `layout.order`."""
+    """Draft and verify, as an engine that admitted all requests: outputs of `layout.order`.
+
+    `counts` are the admitted drafts of each request, under a budget with `spare` more of them.
+    """
     slots = list(range(len(step)) if layout.slots is None else layout.slots)
     order = list(range(len(step)) if layout.order is None else layout.order)
     state = SamplingState(
@@ -195,10 +218,11 @@ def speculative_output(
         state.add(slot, request.params, position=request.position)
     sharder = BatchSharder(state, owners=layout.owners)
 
-    def plan_for(requests: list[int], rows: list[int] | None = None) -> ShardPlan:
-        plan_of = partial(
-            sharder.plan, [slots[i] for i in requests], rows, exchange=layout.exchange
-        )
+    def plan_for(
+        requests: list[int], rows: list[int] | None = None, budget: int | None = None
+    ) -> ShardPlan:
+        chosen = [slots[i] for i in requests]
+        plan_of = partial(sharder.plan, chosen, rows, exchange=layout.exchange, budget=budget)
         return plan_of(capacity=plan_of().capacity + layout.spare) if layout.spare else plan_of()
 
     # Drafts, of fewer requests at each further step; the batch is in another order at each.
@@ -218,12 +242,20 @@ def speculative_output(
         for j, token in step.requests[i].chosen.items():
             drafts[i][j] = token
 
-    plan = plan_for(order, [step.requests[i].k + 1 for i in order])
+    most = [step.requests[i].k + 1 for i in order]
+    budget = None if counts is None else sum(counts[i] for i in order) + spare
+    plan = plan_for(order, most, budget)
     width = step.requests[0].target.shape[1] if step.requests else step.vocab_size
     rows = torch.cat([torch.empty(0, width), *[step.requests[i].target for i in order]])
     if step.requests:
         rows = rows.to(step.requests[0].target.dtype)
-    logits = shard_vocab(plan.select(rows.to(mesh.device_type)), mesh)
+    rows = rows.to(mesh.device_type)
+    if counts is not None:
+        given = torch.tensor([counts[i] for i in order], dtype=torch.int64)
+        plan = plan.admit(given.to(mesh.device_type))
+        first = torch.tensor([0, *np.cumsum(most)]).to(mesh.device_type)
+        rows = rows[first[plan.hidden_requests] + plan.hidden_offsets]
+    logits = shard_vocab(plan.select(rows), mesh)
     submitted = [drafts[i] for i in order]
     verifier = RejectionSampler(state, method=method, compile=layout.compile)
     output = verifier(logits, plan, submitted)

@@ -115,11 +115,14 @@ class DraftCache:
         for slot, owner, block, steps in zip(
             plan.slots, plan.owners, plan.draft_blocks, plan.draft_steps, strict=True
         ):
-            if slot not in self._kept and steps == 0:
-                continue
-            self._check_exchange(plan.exchange)
             kept = self._kept.get(slot)
-            if kept is None or (kept.block, kept.steps) != (block, steps):
+            if kept is None and steps == 0:
+                continue
+            if kept is not None:
+                self._check_exchange(plan.exchange)
+            # A plan that came first was promised at least as many drafts as it can judge.
+            known = 0 if kept is None else min(kept.steps, steps) if plan.promised else kept.steps
+            if kept is None or (kept.block, known) != (block, steps):
                 found = "none are kept" if kept is None else f"{kept.steps} are kept"
                 raise ValueError(
                     f"plan must be made after the drafts of slot {slot} were drawn: {found}, by "
