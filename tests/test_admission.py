@@ -111,7 +111,7 @@ class Source:
     def peeking(self, drafts: tuple[int, ...]) -> list[float]:
         """The chance that each draft, now that it is drawn, is accepted: known too late."""
         rows = [(self.p[drafts[:i]], self.q[drafts[:i]], x) for i, x in enumerate(drafts)]
-        return [float(min(1, p[x] / q[x])) for p, q, x in rows]
+        return [min(1.0, float(p[x] / q[x])) for p, q, x in rows]
 
 
 Rule = Callable[[Source, tuple[int, ...]], list[float]]

@@ -63,6 +63,15 @@ def test_engines_with_drafts(ranks, exchange, method):
     check(ranks, script, exchange)
 
 
+@worlds(*FEW_WORLDS)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_engines_that_admit_drafts(ranks, exchange):
+    """Catches edits, masks or counts of rows as they would lie if all drafts were admitted."""
+    seed = 40 + EXCHANGES.index(exchange)
+    script = Script(seed, 11, K=3, padding=2, budget=True).play(10)
+    check(ranks, script, exchange)
+
+
 # --- greedy texts with and without drafts
 
 TEXT, TEXTS_V, TEXTS_K = 20, 19, 3
