@@ -327,9 +327,9 @@ def run_step(mesh, state, script: Script, owners: str, seed: int, step: Step, de
     if any(masked) or step.limited:
         rng = np.random.default_rng(seed)
         allowed = np.concatenate([np.empty((0, script.V), bool), *legal])
-        if budget is not None and all(masked) and device != "cpu" and seed % 2:
+        if budget is not None and all(masked) and (device == "cpu" or seed % 2):  # in place
             legal = [np.pad(own, ((0, K + 1 - len(own)), (0, 0))) for own in legal]
-            allowed = np.concatenate(legal)
+            allowed = np.concatenate([allowed[:0], *legal])
         bits = torch.from_numpy(packed(allowed, step.words, rng))
         mask = TokenBitmask(
             bitmask=bits.to(device) if seed % 2 else bits,

@@ -26,6 +26,7 @@ from dtensor_sample import (
     SamplingParams,
     SamplingState,
     ShardPlan,
+    TokenBitmask,
 )
 from dtensor_sample.draft.admit import best_first
 from tests import oracle
@@ -481,18 +482,24 @@ class Loop:
             text.append(1 + self.drafter(logits, plan, step=step))
         return torch.stack(text, 1)
 
-    def verify(self, plan: ShardPlan, text_BJ: torch.Tensor) -> dict[str, Any]:
+    def verify(
+        self, plan: ShardPlan, text_BJ: torch.Tensor, words_BJ1: torch.Tensor
+    ) -> dict[str, Any]:
         drafts = text_BJ[:, 1:] - 1
         p, q = self.target.softmax(1), self.draft.softmax(1)
         confidences = torch.minimum(p, q).sum(1)[text_BJ[:, :-1]]
         plan = plan.admit(plan.best_first(confidences, drafts))
         hidden = self.target[text_BJ[plan.hidden_requests, plan.hidden_offsets]]
-        output = self.verifier(shard_vocab(plan.select(hidden), self.mesh), plan, drafts)
+        logits = shard_vocab(plan.select(hidden), self.mesh)
+        mask = TokenBitmask(bitmask=words_BJ1.flatten(0, 1))
+        output = self.verifier(logits, plan, drafts, mask=mask)
         return {"output": output, "counts": plan.counts, "drafts": drafts}
 
-    def both(self, plans: tuple[ShardPlan, ShardPlan], last_B: torch.Tensor) -> dict[str, Any]:
+    def both(
+        self, plans: tuple[ShardPlan, ShardPlan], last_B: torch.Tensor, words_BJ1: torch.Tensor
+    ) -> dict[str, Any]:
         draft_plan, plan = plans
-        return self.verify(plan, self.draw(draft_plan, last_B))
+        return self.verify(plan, self.draw(draft_plan, last_B), words_BJ1)
 
 
 def shown(result: dict[str, Any]) -> dict[str, Any]:
@@ -529,12 +536,14 @@ def life(mesh, exchange: str, method: str, steps: int) -> tuple[int, int]:
         B, budget = len(slots), int(rng.choice([0, 2, 5, 30]))
         rows = rng.integers(1, plain.K + 2, B).tolist()
         last = torch.tensor(rng.integers(0, plain.V + 1, B)).to(mesh.device_type)
+        words = rng.integers(0, 2**plain.V, (B, plain.K + 1, 1)) | rng.integers(0, 2**plain.V)
+        bitmask = torch.tensor(words, dtype=torch.int32).to(mesh.device_type)
 
         text = plain.draw(plain.sharder.plan(slots), last)
-        wanted = plain.verify(plain.sharder.plan(slots, rows, budget=budget), text)
+        wanted = plain.verify(plain.sharder.plan(slots, rows, budget=budget), text, bitmask)
         draft_plan = graphed.plan(slots)
         plans = (draft_plan, graphed.plan(slots, rows, budget=budget, after=draft_plan))
-        got = graphed(plans, last)
+        got = graphed(plans, last, bitmask)
         assert shown(got) == shown(wanted), slots
         at = [loop.state.positions[slots].tolist() for loop in (plain, fused)]
         assert at[0] == at[1]
@@ -552,7 +561,8 @@ def life(mesh, exchange: str, method: str, steps: int) -> tuple[int, int]:
 def test_a_life_in_graphs(ranks, exchange, method):
     """Catches a budget, counts, rows or kept drafts that a graph has frozen, and padding admitted.
 
-    Drafts, admission and verification are one function. On CPUs it runs padded, without graphs.
+    Or a mask of other rows. Drafts, admission and verification are one function; on CPUs it runs
+    padded, without graphs.
     """
     steps = 300 if ranks.device_type == "cuda" else 12
     results = ranks.run(life, exchange, method, steps, timeout=280)
