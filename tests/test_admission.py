@@ -332,24 +332,28 @@ def test_same_as_planned(ranks, exchange):
         assert ranks.run(same_as_planned, exchange, capacity) == [[]] * ranks.size
 
 
-def clamped(mesh, exchange: str) -> list[tuple[list[int], list[list[int]]]]:
+def clamped(mesh, exchange: str, buckets: list[int]) -> list[tuple[list[int], list[list[int]]]]:
     """Counts that a plan makes of any, and the (request, offset) pairs of its hidden rows."""
     state = SamplingState(
         mesh, vocab_size=5, max_num_reqs=4, num_speculative_tokens=3, exchange=exchange, seed=0
     )
     for slot in range(4):
         state.add(slot, SamplingParams())
-    sharder, found = BatchSharder(state), []
+    sharder, device, found = BatchSharder(state, buckets=buckets), mesh.device_type, []
     for budget, given in CLAMPED:
         plan = sharder.plan(range(4), [4, 1, 3, 4], budget=budget)
-        plan = plan.admit(torch.tensor(given, device=mesh.device_type))
-        assert plan.num_hidden_rows == 4 + min(budget, 8)
+        padding = len(plan.batch_slots) - 4  # which asks for drafts as well
+        plan = plan.admit(torch.tensor(given + [3] * padding, device=device))
+        assert plan.num_hidden_rows == (plan.num_rows if buckets else 4 + min(budget, 8))
         assert plan.counts is not None
+        counts = plan.counts.tolist()
+        assert counts[4:] == [0] * padding
         rows = torch.stack([plan.hidden_requests, plan.hidden_offsets], 1).tolist()
-        assert plan.hidden_starts.tolist() == [0, *np.cumsum([n + 1 for n in plan.counts.tolist()])]
-        found.append((plan.counts.tolist(), rows))
-        logits = shard_vocab(plan.select(torch.zeros(len(rows), 5, device=mesh.device_type)), mesh)
-        RejectionSampler(state)(logits, plan, [[1] * 3] * 4)
+        ends = np.cumsum([n + 1 for n in counts[:4]]).tolist()
+        assert plan.hidden_starts.tolist() == [0, *ends, *ends[-1:] * padding]
+        found.append((counts[:4], rows))
+        logits = shard_vocab(plan.select(torch.zeros(len(rows), 5, device=device)), mesh)
+        RejectionSampler(state)(logits, plan, [[1] * 3] * (4 + padding))
     return found
 
 
@@ -365,10 +369,11 @@ CLAMPED = [
 CLAMPED_TO = [[2, 0, 1, 1], [3, 0, 1, 0], [0, 0, 1, 1], [0] * 4, [3, 0, 0, 3], [3, 0, 2, 3]]
 
 
+@pytest.mark.parametrize("buckets", [[], [1, 3, 16]], ids=["tight", "padded"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_counts_are_clamped(ranks, exchange):
-    """Catches counts that are trusted: more rows than there is room for."""
-    for found in ranks.run(clamped, exchange):
+def test_counts_are_clamped(ranks, exchange, buckets):
+    """Catches counts that are trusted: more rows than there is room for, or rows of padding."""
+    for found in ranks.run(clamped, exchange, buckets):
         assert [counts for counts, _ in found] == CLAMPED_TO
         for counts, rows in found:
             real = [[b, j] for b, n in enumerate(counts) for j in range(n + 1)]

@@ -89,26 +89,50 @@ def test_compiled_tokens(ranks):
 
 
 def verified_steps(
-    mesh, steps: list[Speculation], layout: Layout, method: str, backend: str
+    mesh,
+    steps: list[Speculation],
+    layout: Layout,
+    method: str,
+    backend: str,
+    counts: list[list[int] | None],
 ) -> tuple[list[dict[str, list]], int]:
     """Results of compiled verification, and how many graphs were compiled."""
     before = counters["stats"]["unique_graphs"]
     with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
-        results = [speculative_step(mesh, step, layout, method) for step in steps]
+        results = [
+            speculative_step(mesh, step, layout, method, admitted)
+            for step, admitted in zip(steps, counts, strict=True)
+        ]
     return results, counters["stats"]["unique_graphs"] - before
 
 
 def check_verified(
-    ranks, sizes: list[int], exchange: str, method: str, backend: str, dtype: torch.dtype
+    ranks,
+    sizes: list[int],
+    exchange: str,
+    method: str,
+    backend: str,
+    dtype: torch.dtype,
+    admit: bool = False,
 ) -> int:
-    """Compare compiled verification with the oracle; return the number of compilations."""
+    """Compare compiled verification with the oracle; return the number of compilations.
+
+    `admit`: of some of the drafts, under a budget.
+    """
     steps = [
         random_speculation(100 + size, size, 37, 3, dtype=dtype, draft_dtype=dtype)
         for size in sizes
     ]
     layout = Layout(exchange=exchange, compile=True)
-    wanted = [expected(step, method) for step in steps]
-    results = ranks.run(verified_steps, steps, layout, method, backend, timeout=250)
+    counts = [
+        [(i + r.k) % (r.k + 1) for i, r in enumerate(step.requests)] if admit else None
+        for step in steps
+    ]
+    wanted = [
+        expected(step, method, counts=admitted)
+        for step, admitted in zip(steps, counts, strict=True)
+    ]
+    results = ranks.run(verified_steps, steps, layout, method, backend, counts, timeout=250)
     assert [got for got, _ in results] == [wanted] * ranks.size
     compiled = [count for _, count in results]
     assert compiled == [compiled[0]] * ranks.size
@@ -123,6 +147,10 @@ def test_compiled_verification(ranks):
     ranks.run(forget_compilations)
     assert check_verified(ranks, [20, 9, 0, 6], "batch", "block", "eager", torch.float32) == 1
     assert check_verified(ranks, [9], "vocab", "standard", "eager", torch.bfloat16) == 1
+    # Which drafts are admitted makes no other step.
+    admitted = check_verified(ranks, [9, 20], "vocab", "standard", "eager", torch.bfloat16, True)
+    assert admitted == 0
+    assert check_verified(ranks, [9], "batch", "block", "eager", torch.float32, True) == 0
 
 
 @pytest.mark.slow
@@ -138,6 +166,8 @@ def test_compiled_verification_of_every_kind(ranks):
     for exchange in ("batch", "vocab"):
         ranks.run(forget_compilations)
         assert check_verified(ranks, [9], exchange, "block", "inductor", torch.bfloat16) == 1
+        more = ([9, 11], exchange, "block", "inductor", torch.bfloat16, True)
+        assert check_verified(ranks, *more) == 0
 
 
 @pytest.mark.slow
