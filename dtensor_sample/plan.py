@@ -183,12 +183,12 @@ class ShardPlan:
             ValueError: the plan has no budget; another shape or dtype.
 
         Example:
-            >>> plan = sharder.plan(slots, [K + 1] * B, budget=2 * B)         # doctest: +SKIP
-            >>> plan = plan.admit(plan.best_first(confidences, drafts))       # doctest: +SKIP
-            >>> request, offset = plan.hidden_requests, plan.hidden_offsets   # doctest: +SKIP
-            >>> texts = torch.cat([last[:, None], drafts], 1)                 # doctest: +SKIP
-            >>> hidden = backbone(texts[request, offset], ...)                # doctest: +SKIP
-            >>> output = verifier(lm_head(plan.select(hidden)), plan, drafts) # doctest: +SKIP
+            >>> plan = sharder.plan(slots, [5] * len(slots), budget=6)       # doctest: +SKIP
+            >>> plan = plan.admit(plan.best_first(confidences, draft_ids))   # doctest: +SKIP
+            >>> texts = torch.cat([last_ids[:, None], draft_ids], 1)         # doctest: +SKIP
+            >>> ids = texts[plan.hidden_requests, plan.hidden_offsets]       # doctest: +SKIP
+            >>> logits = lm_head(plan.select(backbone(ids)))                 # doctest: +SKIP
+            >>> output = verifier(logits, plan, draft_ids)                   # doctest: +SKIP
         """
         lanes, L = self._lanes(), len(self.batch_slots)
         check.on_device("counts", counts, (L,), (torch.int64,), self.packed.device)

@@ -80,6 +80,18 @@ def test_best_first_by_hand():
     assert counts_of(confidences, drafts, [1, 3], 3, 2) == [1, 2]
 
 
+@pytest.mark.slow
+def test_best_first_compiled():
+    """Catches a graph break, and products that generated code rounds otherwise."""
+    rng = np.random.default_rng(1)
+    compiled = torch.compile(best_first, fullgraph=True, dynamic=True)
+    for B, K in ((3, 4), (7, 2), (64, 7)):
+        confidences = torch.from_numpy(rng.random((B, K), dtype=np.float32))
+        drafts, limits = torch.zeros((B, K), dtype=torch.int64), torch.full((B,), K)
+        args = (confidences, drafts, limits, torch.tensor([B]), 5)
+        assert torch.equal(compiled(*args), best_first(*args))
+
+
 # --- what is emitted, by enumeration
 
 Row = list[F]

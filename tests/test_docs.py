@@ -87,6 +87,9 @@ def run_readme(mesh: DeviceMesh) -> tuple[list[int], str]:
         "slots": [0],
         "prompt": [1, 2],
         "hidden": torch.zeros(1, H),
+        "text": torch.tensor([[2, 5, 7, 2, 9]]),
+        "confidences": torch.full((1, 4), 0.5),
+        "backbone": lambda ids: torch.zeros(len(ids), H),
         "lm_head": lambda rows: logits_of(mesh, len(rows)),
     }
     return given["next_token"].tolist(), execute("README.md", blocks(text, "python"), engine)
@@ -121,6 +124,11 @@ def run_docstrings(mesh: DeviceMesh) -> tuple[int, str]:
         "state": state,
         "sampler": Sampler(state),
         "hidden": torch.ones(2, V),
+        "torch": torch,
+        "last_ids": torch.tensor([2, 4]),
+        "draft_ids": torch.tensor([[3, 9, 1, 2], [4, 4, -1, -1]]),
+        "confidences": torch.full((2, 4), 0.5),
+        "backbone": lambda ids: torch.ones(len(ids), V),
         "lm_head": lambda hidden: shard_vocab(hidden, mesh),
     }
     report = io.StringIO()
