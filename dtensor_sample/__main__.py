@@ -58,6 +58,12 @@ def parser() -> argparse.ArgumentParser:
         help="draft tokens to verify of each request, which then has K + 1 rows (default: 0)",
     )
     add(
+        "--budget",
+        type=_count(1 << 30, 0),
+        metavar="N",
+        help="verify at most N draft tokens of all requests together (default: all)",
+    )
+    add(
         "--dtype",
         choices=DTYPES,
         default="bfloat16",
@@ -165,6 +171,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
         K=args.k,
         method=args.method if drafted else None,
         draft_dtype=dtype if args.slots else None,
+        budget=args.budget,
     )
 
 

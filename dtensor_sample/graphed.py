@@ -236,6 +236,8 @@ def _check_plans(plans: Sequence[ShardPlan], state: SamplingState) -> None:
         raise ValueError("plan must be a ShardPlan or some of them, got ()")
     for i, plan in enumerate(plans):
         plan.check_current(state)
+        if plan.counts is not None:
+            raise ValueError(f"plan[{i}] must be given its drafts within fn, got one that has some")
         given, wanted = ((x.slots, len(x.batch_slots)) for x in (plan, plans[0]))
         if given != wanted:
             raise ValueError(

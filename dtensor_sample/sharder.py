@@ -182,6 +182,8 @@ class BatchSharder:
         rows = check.integers("num_logits", given, B, 1, K + 1)
         if budget is not None:
             budget = check.integer("budget", budget, 0, check.INT64_MAX)
+            if K == 0:
+                raise ValueError(f"budget must be None without speculative tokens, got {budget}")
         params = [state.request(slot).params for slot in slots]
         filters, wants = filters_of(params), wants_of(params, state.vocab_size)
         name = self._named(exchange_name, capacity, after)

@@ -268,17 +268,17 @@ def admitted(
 ) -> list[int]:
     """How many drafts of each request are verified: the `budget` ones that most likely survive.
 
-    Survival is counted in units of 2^-62, products rounded down; ties go to the earlier place in a
+    Survival is counted in units of 2^-31, products rounded down; ties go to the earlier place in a
     block, then to the earlier request. `size` is V: a block ends at what is no id.
     """
     found = []
     for b, (chances, ids, limit) in enumerate(zip(confidences, drafts, limits, strict=True)):
-        left = 2**62
+        left = 2**31
         for i, (c, x) in enumerate(zip(chances, ids, strict=True)):
             if i >= limit or not 0 <= x < size:
                 break
             c = 0.0 if math.isnan(c) else min(max(c, 0.0), 1.0)
-            left = left * int(Fraction(c) * 2**62) >> 62
+            left = left * int(Fraction(c) * 2**31) >> 31
             found.append((-left, i, b))
     counts = [0] * len(drafts)
     for _, _, b in sorted(found)[:budget]:

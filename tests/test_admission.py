@@ -599,6 +599,7 @@ def refusals(mesh) -> tuple[dict[str, str], list[int]]:
         state.add(slot, SamplingParams())
     other = SamplingState(mesh, vocab_size=7, max_num_reqs=3, num_speculative_tokens=2, seed=0)
     other.add(0, SamplingParams())
+    chosen = SamplingState(mesh, vocab_size=7, max_num_reqs=3, seed=0)
     sharder, verifier, device = BatchSharder(state), RejectionSampler(state), mesh.device_type
     counts = torch.zeros(3, dtype=torch.int64, device=device)
     drafts, sure = counts[:, None].expand(3, 2), torch.ones(3, 2, device=device)
@@ -607,9 +608,11 @@ def refusals(mesh) -> tuple[dict[str, str], list[int]]:
     whole = plan.admit(counts)
     logits = shard_vocab(whole.select(hidden), mesh)
     step = GraphedStep(lambda plans, *rows: None, state, capacities=[9])
+    padded = torch.zeros_like(step.plan([0]).batch_slots)
     calls: dict[str, Callable[[], object]] = {
         "budget -1": lambda: sharder.plan([0], budget=-1),
         "budget 1.5": lambda: sharder.plan([0], budget=1.5),  # type: ignore[arg-type]
+        "budget without drafts": lambda: BatchSharder(chosen).plan([], budget=0),
         "no budget, counts": lambda: plain.admit(counts),
         "no budget, confidences": lambda: plain.best_first(sure, drafts),
         "counts on the host": lambda: plan.admit([0, 0, 0]),  # type: ignore[arg-type]
@@ -631,6 +634,7 @@ def refusals(mesh) -> tuple[dict[str, str], list[int]]:
             logits, replace(sharder.plan([0, 1, 2], [3] * 3, after=plain)), drafts
         ),
         "plans of others": lambda: step((step.plan([0]), step.plan([1]))),
+        "admitted before": lambda: step(step.plan([0], [3], budget=1).admit(padded)),
         "no plans": lambda: step(()),
         "not a plan": lambda: step((plan, 3)),  # type: ignore[arg-type]
     }
@@ -648,6 +652,7 @@ def refusals(mesh) -> tuple[dict[str, str], list[int]]:
 REFUSED = {
     "budget -1": "budget must be an integer in [0, 2**63), got -1",
     "budget 1.5": "budget must be an integer",
+    "budget without drafts": "budget must be None without speculative tokens, got 0",
     "no budget, counts": "plan must be made with a budget to admit drafts, got None",
     "no budget, confidences": "plan must be made with a budget to admit drafts, got None",
     "counts on the host": "counts must be a plain tensor, got list",
@@ -665,6 +670,7 @@ REFUSED = {
     "after, elsewhere": 'exchange must be "batch", that of the plan that comes before it, got "voc',
     "never drafted": "plan must be made after the drafts of slot 0 were drawn: none are kept",
     "plans of others": "plan[1] must be of the slots [0], padded to",
+    "admitted before": "plan[0] must be given its drafts within fn",
     "no plans": "plan must be a ShardPlan or some of them, got ()",
     "not a plan": "plan must be a ShardPlan, got int",
 }

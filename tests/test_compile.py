@@ -166,8 +166,8 @@ def test_compiled_verification_of_every_kind(ranks):
     for exchange in ("batch", "vocab"):
         ranks.run(forget_compilations)
         assert check_verified(ranks, [9], exchange, "block", "inductor", torch.bfloat16) == 1
-        more = ([9, 11], exchange, "block", "inductor", torch.bfloat16, True)
-        assert check_verified(ranks, *more) == 0
+    ranks.run(forget_compilations)
+    assert check_verified(ranks, [9], "batch", "block", "inductor", torch.bfloat16, True) == 1
 
 
 @pytest.mark.slow

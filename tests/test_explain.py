@@ -61,6 +61,19 @@ def test_padding_counts(capsys):
     assert (last["requests"], last["exchanges"]["batch"]["num_rows"]) == (2, 8)
 
 
+def test_a_budget_counts(capsys):
+    """Catches rows of drafts that are beyond the budget: 64 requests of 8 ranks, 7 drafts each."""
+    found = explained(capsys, *STEP, "--budget", "100")
+    of = found["exchanges"]
+    assert (found["rows"], found["requests"]) == (164, 64)
+    # An owner has 8 requests with 56 drafts, all of which may be admitted.
+    assert [of[name]["num_rows"] for name in EXCHANGES] == [512, 164, 164]
+    of = explained(capsys, *STEP, "--budget", "10")["exchanges"]
+    assert [of[name]["num_rows"] for name in EXCHANGES] == [8 * 18, 74, 74]
+    assert of["batch"]["owners"] == "18 by each owner"
+    assert explained(capsys, *STEP, "--budget", "448") == explained(capsys, *STEP)
+
+
 def test_no_group_is_needed(capsys):
     """Catches a plan that talks, or asks the group for its size."""
     assert not dist.is_initialized()

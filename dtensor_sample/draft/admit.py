@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dtensor_sample.random import scaled
-
-WHOLE = 1 << 62
-"""Survival is counted in units of 1 / WHOLE."""
+BITS = 31
+"""Survival is counted in units of 2**-BITS: products fit into 64 bits."""
 
 
 def best_first(
@@ -34,7 +32,7 @@ def best_first(
     before it. Admission thus is a stopping rule, and a block that is cut by one emits what p does,
     since drawing one draft more and verifying it leaves the law of what is emitted as it was.
 
-    Products are of integers, so ranks and devices agree on them.
+    Survival is an integer, in units of 2**-31 and rounded down, so ranks and devices agree on it.
 
     Args:
         confidence_BK: [B, K] float32 or float64, the predicted probability c that a draft is
@@ -50,16 +48,15 @@ def best_first(
         [B] int64.
     """
     (B, K), device = draft_BK.shape, draft_BK.device
-    part_BK = (confidence_BK.double().nan_to_num(0.0).clamp(0.0, 1.0) * WHOLE).to(torch.int64)
+    part_BK = confidence_BK.double().nan_to_num(0.0).clamp(0.0, 1.0)
+    survivals = list((part_BK * (1 << BITS)).to(torch.int64).unbind(1))
+    for i in range(1, K):
+        survivals[i] = survivals[i - 1] * survivals[i] >> BITS
     there_BK = (draft_BK >= 0) & (draft_BK < vocab_size)
     there_BK &= torch.arange(K, device=device) < limit_B[:, None]
-    left_B, there_B = torch.full_like(limit_B, WHOLE), torch.ones_like(limit_B, dtype=torch.bool)
-    survivals = []
-    for part_B, own_B in zip(part_BK.unbind(1), there_BK.unbind(1), strict=True):
-        left_B, there_B = scaled(left_B, part_B), there_B & own_B
-        survivals.append(torch.where(there_B, left_B, -1))
     # In the order of ties: place by place, and request by request within each.
-    survival_N = torch.cat(survivals) if K else limit_B[:0]
+    there_KB = there_BK.t().cumprod(0) > 0
+    survival_N = torch.where(there_KB, torch.stack(survivals), -1).flatten()
     order_N = survival_N.neg().sort(stable=True).indices
     rank_N = torch.empty_like(order_N).scatter(0, order_N, torch.arange(K * B, device=device))
     return ((rank_N < budget_1) & (survival_N >= 0)).view(K, B).sum(0)
