@@ -122,7 +122,7 @@ class BatchSharder:
                 The only argument that may lie on the device; negative values there count as 0.
             budget: how many drafts of the batch are verified at most, whichever requests have them;
                 `num_logits` then limits those of each. `ShardPlan.admit` tells which. The step has
-                at most B + budget rows. None: all drafts.
+                at most B + budget rows and padding. None: all drafts.
             after: the plan of a draft step that will have run when this step does, but has not yet:
                 requests stay with its owners, and as many drafts as this plan can judge count as
                 kept of every request that is in both and not greedy.

@@ -65,6 +65,12 @@ class Engine:
         plan = own if plan is None else plan
         RejectionSampler(self.state, method=method)(logits, plan, torch.tensor([[draft]]))
 
+    def admit_drafts(self, count: int) -> None:
+        plan = self.sharder.plan([0], [2], exchange="vocab", budget=1)
+        plan = plan.admit(torch.tensor([count], device=self.full.device))
+        logits = shard_vocab(plan.select(self.full[:2]), self.mesh)
+        RejectionSampler(self.state)(logits, plan, [[1]])
+
     def another_plan(self, *choices: dict[str, Any]) -> None:
         """All make two plans that need equally many rows; one rank uses the other one."""
         plan = [self.sharder.plan([0, 1], exchange="vocab", **kwargs) for kwargs in choices][
@@ -86,6 +92,8 @@ DIFFERING: dict[str, tuple[Callable[[Any], object], str]] = {
     "slots": (lambda e: e.sharder.plan([e.odd]), "slots"),
     "slots refused on one rank": (lambda e: e.sharder.plan([7 * e.odd]), ""),
     "exchange": (lambda e: e.sharder.plan([0], exchange=("batch", "vocab")[e.odd]), "exchange"),
+    "budget": (lambda e: e.sharder.plan([0], budget=e.odd), "budget"),
+    "admitted drafts": (lambda e: e.admit_drafts(e.odd), "admitted"),
     "positions": (lambda e: e.sharder.plan([0], positions=[e.odd]), "positions"),
     "a request's position": (lambda e: e.admit(e.odd), "requests"),
     "logits dtype": (
