@@ -245,6 +245,9 @@ class ShardPlan:
 
     @cached_property
     def _hidden_rows(self) -> tuple[Tensor, Tensor]:
+        self._check_admitted()
+        if self.exchange.name != "batch":  # all rows are here, in the same order
+            return self.row_requests, self.row_offsets
         rows_L = self.hidden_starts.diff()
         every_1L = torch.arange(len(rows_L), device=rows_L.device)[None]
         found = locate(rows_L, every_1L, self.num_hidden_rows)
