@@ -644,7 +644,7 @@ def refusals(mesh) -> tuple[dict[str, str], list[int]]:
             call()
             said[name] = "passed"
         except ValueError as refused:
-            said[name] = str(refused)
+            said[name] = str(refused).replace(str(state.device), mesh.device_type)
     good = plan.admit(plan.best_first(sure, drafts))
     return said, verifier(shard_vocab(good.select(hidden), mesh), good, drafts).num_sampled.tolist()
 
