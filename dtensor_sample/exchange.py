@@ -152,6 +152,10 @@ class Exchange(ABC):
         """Sums over this rank's segments -> sums over all segments."""
         return partial
 
+    def found(self, token_R: Tensor) -> Tensor:
+        """[R] tokens of the rows here, -1 where another rank may know of one -> the same, known."""
+        return token_R
+
     @abstractmethod
     def settle(self, result_RW: Tensor, rows_P: list[int]) -> Tensor:
         """Results of the rows here -> those of all rows, the same bits on every rank.
@@ -212,6 +216,9 @@ class VocabExchange(Exchange):
 
     def total(self, partial: Tensor) -> Tensor:
         return self.axis.all_reduce(partial, "sum")
+
+    def found(self, token_R: Tensor) -> Tensor:
+        return self.axis.all_reduce(token_R, "max")
 
     @profiled("gather")
     def settle(self, result_RW: Tensor, rows_P: list[int]) -> Tensor:

@@ -285,13 +285,15 @@ class ShardPlan:
         """The hidden rows that need logits, in the order in which the exchange wants them.
 
         Args:
-            hidden: [N, H]: one row for each row of logits in batch order, or packed sequences if
-                the plan has a `query_start_loc`. A plain tensor (the same on every rank), a DTensor
-                Replicate(), or a DTensor Shard(0) on the sampling axis (sequence-parallel).
+            hidden: [N, H], or [N, K, H] with K rows that stay together: one for each row of logits
+                in batch order, or packed sequences if the plan has a `query_start_loc`. A plain
+                tensor (the same on every rank), a DTensor Replicate(), or a DTensor Shard(0) on the
+                sampling axis (sequence-parallel).
 
         Returns:
-            [num_rows, H], plain as `hidden` was, or a DTensor Replicate() on the sampling axis.
-            Sequence-parallel rows are selected where they are, and only those travel.
+            [num_rows, H] or [num_rows, K, H], plain as `hidden` was, or a DTensor Replicate() on
+            the sampling axis. Sequence-parallel rows are selected where they are, and only those
+            travel.
 
         Raises:
             ValueError: too few rows, or another placement.
@@ -300,9 +302,10 @@ class ShardPlan:
         shape = check.instance("hidden", hidden, Tensor).shape
         if isinstance(hidden, DTensor) and hidden.device_mesh.ndim > 1:
             shape = hidden.to_local().shape  # other axes keep rows of their own
-        if len(shape) != 2 or shape[0] < self.num_hidden_rows:
+        if len(shape) not in (2, 3) or shape[0] < self.num_hidden_rows:
             raise ValueError(
-                f"hidden must have shape [N, H] with N >= {self.num_hidden_rows}, got {list(shape)}"
+                "hidden must have shape [N, H] or [N, K, H] with "
+                f"N >= {self.num_hidden_rows}, got {list(shape)}"
             )
         if not isinstance(hidden, DTensor):
             return hidden.index_select(0, self.logits_indices)
@@ -316,7 +319,7 @@ class ShardPlan:
             row = self.logits_indices - first_row
             here = (row >= 0) & (row < local.shape[0])
             # One row of zeros at the end stands for the rows of other ranks.
-            local = torch.nn.functional.pad(local, (0, 0, 0, 1))
+            local = torch.nn.functional.pad(local, (0, 0) * (len(shape) - 1) + (0, 1))
             picked = local.index_select(0, torch.where(here, row, local.shape[0] - 1))
             picked = axis.all_reduce(picked, "sum")
         else:
@@ -334,6 +337,8 @@ class ShardPlan:
         state: SamplingState,
         *,
         most_rows: int,
+        steps: int | None = None,
+        vocab_size: int | None = None,
         error: ValueError | None = None,
         mask: TokenBitmask | None = None,
         **replicated: object,
@@ -344,6 +349,8 @@ class ShardPlan:
             logits: DTensor [num_rows, V].
             state: the sampler's.
             most_rows: how many rows of a request the sampler can take.
+            steps: if given, logits are [num_rows, steps, V]: so many rows lie together.
+            vocab_size: of a draft model, if it has ids of its own; by default the state's.
             mask: what the sampler was given, to be checked.
             error: what the sampler's other arguments were refused for, if they were.
             replicated: those arguments, for debug mode to compare.
@@ -354,7 +361,8 @@ class ShardPlan:
         """
         layout = None
         try:
-            layout = self._check(logits, state, most_rows)
+            lead = (self.num_rows,) if steps is None else (self.num_rows, steps)
+            layout = self._check(logits, state, most_rows, lead, vocab_size or state.vocab_size)
             if mask is not None:
                 check.instance("mask", mask, TokenBitmask).check(self)
         except ValueError as refused:
@@ -368,7 +376,7 @@ class ShardPlan:
         state.agree(error, plan=plan, logits=tuple(given), **at, **replicated)
         assert layout is not None
         state.slot_edits.learn(self.exchange, self._columns(layout))
-        splits = [self.capacity] * state.axis.size
+        splits = [self.capacity * (steps or 1)] * state.axis.size
         return self.exchange.place(layout.local_Tv, splits, layout.width)
 
     def check_current(self, state: SamplingState) -> None:
@@ -381,7 +389,14 @@ class ShardPlan:
             if state.request(slot) is not request:
                 raise ValueError(f"plan must be made after the request in slot {slot} was added")
 
-    def _check(self, logits: Tensor, state: SamplingState, most_rows: int) -> Layout:
+    def _check(
+        self,
+        logits: Tensor,
+        state: SamplingState,
+        most_rows: int,
+        lead: tuple[int, ...],
+        vocab_size: int,
+    ) -> Layout:
         self.check_current(state)
         self._check_admitted()
         if self.max_rows_per_request > most_rows:
@@ -389,15 +404,16 @@ class ShardPlan:
                 f"plan must have at most {most_rows} rows a request for this sampler, "
                 f"got {self.max_rows_per_request}"
             )
-        layout = layout_of(logits, axis=state.axis_name, vocab_size=state.vocab_size)
+        layout = layout_of(logits, axis=state.axis_name, vocab_size=vocab_size)
         if layout.axis != state.axis:
             raise ValueError(
                 f"logits must lie on the mesh of the state, axis {state.axis_name!r} with "
                 f"{state.axis.size} ranks: got another process group of {layout.axis.size}"
             )
-        if tuple(layout.lead) != (self.num_rows,):
+        if tuple(layout.lead) != lead:
+            shape = "".join(f"{size}, " for size in lead)
             raise ValueError(
-                f"logits must have shape [{self.num_rows}, V], one row for each that plan.select "
+                f"logits must have shape [{shape}V], one row for each that plan.select "
                 f"gives, got {[*layout.lead, logits.shape[-1]]}"
             )
         state.slot_edits.check_columns(self, self._columns(layout))

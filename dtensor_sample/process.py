@@ -368,6 +368,7 @@ def process(
     plan: ShardPlan,
     *,
     drafts_BK: Tensor | None = None,
+    own_drafts_RK: Tensor | None = None,
     count_R: Tensor | None = None,
     mask: TokenBitmask | None = None,
     index_G: Tensor | None = None,
@@ -378,6 +379,7 @@ def process(
         rows: as they were placed.
         plan: whose local rows they are, R of them.
         drafts_BK: [B, K] int64 draft tokens of the batch; None: there are none.
+        own_drafts_RK: [R, K] int64, instead of them the drafts of each row's request.
         count_R: [R] int64, how many of its request's drafts come before each row.
         mask: of a grammar, checked.
         index_G: [G] int64, the local row beside which each row lies; None: they are all R in order.
@@ -385,11 +387,13 @@ def process(
     state = plan.state
     if not plan.needs.edited and mask is None:
         return rows
-    if drafts_BK is None or count_R is None:
+    if own_drafts_RK is None and drafts_BK is not None:
+        own_drafts_RK = drafts_BK[plan.row_requests]
+    if own_drafts_RK is None or count_R is None:
         count_R = torch.zeros_like(plan.row_slots)
-        drafts_BK = plan.batch_slots[:, None].expand(-1, 0)
-    before_RK = torch.arange(drafts_BK.shape[1], device=state.device) < count_R[:, None]
-    drafts_RK = torch.where(before_RK, drafts_BK[plan.row_requests], -1)
+        own_drafts_RK = plan.row_slots[:, None].expand(-1, 0)
+    before_RK = torch.arange(own_drafts_RK.shape[1], device=state.device) < count_R[:, None]
+    drafts_RK = torch.where(before_RK, own_drafts_RK, -1)
     whole = plan.exchange.name != "vocab"
     width = state.slot_edits.columns or 0
     first, width = (0, state.vocab_size) if whole else (width * state.axis.rank, width)

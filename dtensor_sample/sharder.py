@@ -359,7 +359,7 @@ class BatchSharder:
         if batch is None and every is not None:
             batch, among = by_owners, tuple(name for name in among if name != "batch")
         if state.needs_whole_rows is not None:
-            _say(f'"auto" takes one of {WHOLE}: {state.needs_whole_rows}')
+            say(f'"auto" takes one of {WHOLE}: {state.needs_whole_rows}')
         return fastest(
             machine_of(state.device.type),
             batch or by_owners,
@@ -374,7 +374,7 @@ class BatchSharder:
 
 
 @functools.cache
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """Say it once."""
     logging.getLogger("dtensor_sample").warning(text)
 

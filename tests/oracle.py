@@ -286,6 +286,46 @@ def admitted(
     return counts
 
 
+# --- drafting left to right
+
+
+def factors(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Float32 rows as integers in [-127, 127], and the float32 scale of each row."""
+    scale = np.abs(rows).max(1) / np.float32(127)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        whole = np.nan_to_num(np.rint(rows / scale[:, None]), nan=0.0)
+    return whole.clip(-127, 127).astype(np.int64), scale
+
+
+def markov(base: np.ndarray, before: int, w1: np.ndarray, w2: np.ndarray, candidates: int):
+    """Float32 logits of a draft position after the token `before`.
+
+    Args:
+        base: [D] float32, the position's own logits; the `candidates` largest and those tied with
+            the last stay, all of them if it is 0.
+        before: an id of the target.
+        w1: [V, r] float32.
+        w2: [r, D] float32.
+        candidates: 0, or how many.
+    """
+    (left, left_scale), (right, right_scale) = factors(w1), factors(w2.T)
+    product = (right @ left[before]).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        values = base + product * left_scale[before] * right_scale
+    if 0 < candidates < len(base):
+        comparable = np.where(np.isnan(base), -np.inf, base)
+        least = np.sort(comparable)[-candidates]
+        values = np.where(comparable < least, np.float32(-np.inf), values)
+    return values
+
+
+def confidence(hidden: np.ndarray, embedding: np.ndarray, weight: np.ndarray, bias: float) -> float:
+    """The logistic function of weight . [hidden; embedding] + bias."""
+    both = np.concatenate([hidden, embedding]).astype(np.float64)
+    with np.errstate(over="ignore"):
+        return float(1 / (1 + np.exp(-(weight.astype(np.float64) @ both + bias))))
+
+
 # --- verification of drafts
 
 

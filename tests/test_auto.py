@@ -373,7 +373,7 @@ def whole_rows(mesh, name: str) -> tuple[str, list[str], list[str]]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("dtensor_sample")
     logger.addHandler(handler)
-    sharder_module._say.cache_clear()
+    sharder_module.say.cache_clear()
     try:
         with mock.patch.dict("os.environ", DTENSOR_SAMPLE_HARDWARE=name):
             state = SamplingState(mesh, vocab_size=9999, max_num_reqs=8, seed=0)

@@ -55,6 +55,16 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "residual_mass": (*residual, V),
         "residual_pick": (*residual, start_RSC, zero_R, V),
         "copy": (*row[:4], V),
+        "markov": (
+            x_NSv,
+            peak_R - 9,
+            rows_R,
+            *ops.quantized(torch.randn(V, 2)),
+            *ops.quantized(torch.randn(9, 2)),
+            torch.arange(9) + 2,
+            V,
+        ),
+        "confidence": (torch.randn(4, 6), torch.randn(6), zero_R + 5),
         "store": (torch.zeros(4, V).bfloat16(), rows_R, x_NSv),
     }
 

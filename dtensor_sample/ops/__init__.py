@@ -2,11 +2,13 @@
 
 from dtensor_sample.ops.aim import aim
 from dtensor_sample.ops.answer import answer
+from dtensor_sample.ops.confidence import confidence, units
 from dtensor_sample.ops.copy import copy
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
 from dtensor_sample.ops.largest import cut, fraction, largest
 from dtensor_sample.ops.logarithm import entropy, log_probability
 from dtensor_sample.ops.lookup import lookup
+from dtensor_sample.ops.markov import markov, quantized
 from dtensor_sample.ops.mass import mass
 from dtensor_sample.ops.parts import PARTS
 from dtensor_sample.ops.peak import peak, unpack_peak
@@ -33,6 +35,7 @@ __all__ = [
     "aim",
     "answer",
     "chain",
+    "confidence",
     "copy",
     "cut",
     "entropy",
@@ -42,10 +45,12 @@ __all__ = [
     "largest",
     "log_probability",
     "lookup",
+    "markov",
     "mass",
     "peak",
     "pick",
     "probability",
+    "quantized",
     "read",
     "residual_mass",
     "residual_pick",
@@ -53,6 +58,7 @@ __all__ = [
     "tally",
     "top",
     "uniform",
+    "units",
     "unpack_peak",
     "unpack_read",
     "unpack_top",

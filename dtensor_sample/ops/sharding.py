@@ -13,6 +13,7 @@ _BATCH, _VOCAB = 0, 1
 _PLACEMENTS: dict[str, tuple[Placement | None, Placement | None, Placement | None]] = {
     "logits": (Shard(0), Shard(1), Replicate()),
     "row": (Shard(0), Replicate(), Replicate()),
+    "same": (Replicate(), Replicate(), Replicate()),
     "segment": (Replicate(), Shard(0), Replicate()),
     "row_segment": (Shard(0), Shard(1), Replicate()),
     "row_sum": (Shard(0), Partial("sum"), Replicate()),
