@@ -4,12 +4,14 @@ As a script it runs small cases in the interpreter and prints what differs. The 
 chosen before Triton is imported, hence a process of its own: see test_kernels.py.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dtensor_sample import ops, weigh
 from dtensor_sample.ops.edits import Edits
@@ -296,9 +298,64 @@ def numbers(device: str) -> Iterator[str]:
         yield "store"
 
 
+def drafted(device: str, *, large: bool = False) -> Iterator[str]:
+    """Names of the ops of drafting left to right whose results differ.
+
+    Also where one kernel differs from itself: rows alone from rows together, shards from the whole.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((3, 1, 5), (33, 40, 300), (70, 256, 1000)) if large else ((3, 1, 5), (20, 40, 300))
+    for (Q, r, D), dtype in itertools.product(
+        sizes, (torch.bfloat16, torch.float16, torch.float32)
+    ):
+        V, F = D + 7, max(32, 1 << (r - 1).bit_length())
+        x_QSv = torch.randn(2, Q, -(-D // 2), generator=generator).to(dtype).transpose(0, 1)
+        x_QSv[0, 0, 1], x_QSv[1, 1, 1], x_QSv[2, 0, 0] = torch.nan, torch.inf, -torch.inf
+        before_Q = torch.randint(-1, V, (Q,), generator=generator)
+        before_Q[0], before_Q[1] = 3, -1
+        w1_VF, w2_DF = (torch.randn(n, r, generator=generator) for n in (V, D))
+        w1_VF[3] = 0
+        (left_VF, left_scale_V), (right_DF, right_scale_D) = map(ops.quantized, (w1_VF, w2_DF))
+        factors = (*(pad(f, (0, F - r)) for f in (left_VF, right_DF)),)
+        args = [before_Q, factors[0], left_scale_V, factors[1], right_scale_D]
+        floor_Q = torch.where(torch.arange(Q) % 3 == 0, -torch.inf, torch.randn(Q) - 1)
+        ids_D = torch.randperm(V, generator=generator)[:D]
+        run = ops.markov if device == "cuda" else kernel_of(ops.markov)
+        for floor, target, width in ((None, None, D), (floor_Q, None, D + 2), (None, ids_D, V)):
+            whole = [x_QSv, floor, *args, target, width]
+            got = run(*(a.to(device) if isinstance(a, Tensor) else a for a in whole)).cpu()
+            if not same(got, ops.markov(*whole)):
+                yield f"markov {dtype} {(Q, r, D)}"
+            alone = [x_QSv[:1], floor if floor is None else floor[:1], before_Q[:1], *args[1:]]
+            alone = [*alone, target, width]
+            first = run(*(a.to(device) if isinstance(a, Tensor) else a for a in alone)).cpu()
+            if not same(first, got[:1]):
+                yield f"markov {dtype} {(Q, r, D)} alone"
+        half = x_QSv.shape[2]
+        shard = [x_QSv[:, 1:], None, *args[:3], factors[1][half:], right_scale_D[half:], None, half]
+        got = run(*(a.to(device) if isinstance(a, Tensor) else a for a in shard)).cpu()
+        if not same(got[:, : D - half], ops.markov(x_QSv, None, *args, None, D)[:, half:]):
+            yield f"markov {dtype} {(Q, r, D)} shard"
+        hidden_RH = (torch.randn(Q, D, generator=generator) * 9).to(dtype)
+        hidden_RH[0, 0], hidden_RH[1, 0], hidden_RH[2, 0] = torch.nan, torch.inf, -torch.inf
+        weight_H = torch.randn(D, generator=generator)
+        offset_R = torch.randint(-(1 << 34), 1 << 34, (Q,), generator=generator)
+        run = ops.confidence if device == "cuda" else kernel_of(ops.confidence)
+        told = (hidden_RH, weight_H, offset_R)
+        if not torch.equal(run(*(a.to(device) for a in told)).cpu(), ops.confidence(*told)):
+            yield f"confidence {dtype} {D}"
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have equal numbers, and NaN in the same places."""
+    return torch.equal(first.isnan(), second.isnan()) and torch.equal(
+        first.nan_to_num(0.5, torch.inf, -torch.inf), second.nan_to_num(0.5, torch.inf, -torch.inf)
+    )
+
+
 if __name__ == "__main__":
     for case in CASES:
         for difference in mismatches(case, "cpu"):
             print(difference)
-    for difference in numbers("cpu"):
+    for difference in (*numbers("cpu"), *drafted("cpu")):
         print(difference)

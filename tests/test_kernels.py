@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtensor_sample import ops, weigh
-from tests.kernel_cases import KINDS, SMALL, mismatches, numbers, params
+from tests.kernel_cases import KINDS, SMALL, drafted, mismatches, numbers, params
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found 0")
 
@@ -59,6 +59,13 @@ def test_kernels_on_a_gpu(case):
 @needs_gpu
 def test_numbers_on_a_gpu():
     assert list(numbers("cuda")) == []
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_drafting_on_a_gpu():
+    """Catches products that tensor cores round, and bits that depend on tiles or shards."""
+    assert list(drafted("cuda", large=True)) == []
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_sample.ops.kernels.values import SIZES
+from dtensor_sample.ops.kernels.values import SIZES, nearest
 
 _INF = tl.constexpr(float("inf"))
 _COLUMNS = 128
@@ -74,7 +74,7 @@ def _markov_kernel(
         to = column.to(tl.int64)
     out = value_ptr + row.to(tl.int64)[:, None] * value_width + to[None, :]
     exists = (row < rows)[:, None] & present[None, :]
-    tl.store(out, value.to(value_ptr.dtype.element_ty), mask=exists)
+    tl.store(out, nearest(value, value_ptr.dtype.element_ty), mask=exists)
 
 
 def markov(

@@ -51,6 +51,16 @@ def fused_multiply_add(a, b, c):
 
 
 @triton.jit
+def nearest(x, dtype: tl.constexpr):
+    """Float32 numbers in a dtype of logits, each the nearest one, half to even."""
+    if _INTERPRETED and dtype == tl.bfloat16:  # the interpreter cuts bits off
+        bits = x.to(tl.uint32, bitcast=True)
+        up = bits + 0x7FFF + ((bits >> 16) & 1)
+        x = tl.where(x == x, up & 0xFFFF0000, bits).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def unit_sum(like, unit_bits):
     """A float64 for each of `like` to which weights are added: 2**52 units."""
     bits = tl.full(like.shape, _ONE - unit_bits + 52, tl.int64) << 52
