@@ -18,7 +18,7 @@ from dtensor_sample import (
     SamplingParams,
     SamplingState,
     SequentialDraftSampler,
-    vocab_sharded,
+    replicated,
 )
 from tests import oracle
 from tests.batches import OWNERS, random_batch, random_params, shard_vocab
@@ -196,14 +196,14 @@ def state_of(mesh, script: Script, exchange: str) -> SamplingState:
 
 
 def sampler_of(
-    mesh, script: Script, state: SamplingState, loop: str, *, sharded: bool = False
+    mesh, script: Script, state: SamplingState, loop: str, *, sharded: bool = False, **kwargs: Any
 ) -> SequentialDraftSampler:
     ids = None
     if script.map is not None:
         ids = torch.tensor(script.map, device=mesh.device_type)
     head = head_of(mesh, script, sharded=sharded)
     return SequentialDraftSampler(
-        state, head, candidates=script.candidates, draft_to_target=ids, loop=loop
+        state, head, candidates=script.candidates, draft_to_target=ids, loop=loop, **kwargs
     )
 
 
@@ -227,20 +227,26 @@ def play(
     return results
 
 
-def draft(mesh, state, drafter, step: Step, plan):
-    """Draft as an engine does, whose lm_head gives `step.base`."""
-    device = mesh.device_type
-    # A NaN beside the vocabulary must not matter; nor does it matter where logits come from.
-    logits = shard_vocab(plan.select(step.base.to(device)), mesh)
-    if step.base.shape[2] == state.vocab_size:
-        logits = vocab_sharded(logits.to_local(), mesh, vocab_size=state.vocab_size)
-    return drafter(logits, plan, step.last, plan.select(step.hidden.to(device)))
+def begun(mesh, script: Script, exchange: str) -> tuple[SamplingState, Step]:
+    """A state with the requests of a script of one step, and that step."""
+    state = state_of(mesh, script, exchange)
+    *added, (_, step) = script.events
+    for _, (slot, params, prompt) in added:
+        state.add(slot, params, prompt_token_ids=prompt)
+    return state, step
+
+
+def draft(mesh, drafter, step: Step, plan, *, whole: bool = False):
+    """Draft as an engine does, whose lm_head gives `step.base`; `whole`: to every rank."""
+    base, hidden = (plan.select(x.to(mesh.device_type)) for x in (step.base, step.hidden))
+    logits = replicated(base, mesh) if whole else shard_vocab(base, mesh)
+    return drafter(logits, plan, step.last, hidden)
 
 
 def run_step(mesh, state, drafter, verifier, step: Step) -> dict[str, Any]:
     sharder = BatchSharder(state, owners=step.owners)
     K = state.num_speculative_tokens
-    drafts, confidences = draft(mesh, state, drafter, step, sharder.plan(step.slots))
+    drafts, confidences = draft(mesh, drafter, step, sharder.plan(step.slots))
     plan = sharder.plan(step.slots, [K + 1] * len(step.slots))
     logits = shard_vocab(plan.select(step.target.to(mesh.device_type)), mesh)
     output = verifier(logits, plan, drafts)

@@ -1,16 +1,21 @@
 """Blocks drafted left to right: the oracle's tokens, wherever the loop runs."""
 
+import logging
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_sample import BatchSharder, DraftSampler
+from dtensor_sample import BatchSharder, DraftSampler, RejectionSampler, SamplingParams, replicated
+from dtensor_sample.sharder import say
 from tests.batches import shard_vocab
-from tests.drafting import Script, play, sampler_of, state_of
+from tests.drafting import H, Script, begun, draft, play, sampler_of, state_of
 from tests.pool import FEW_WORLDS, worlds
+from tests.test_collectives import KINDS as KINDS_OF
+from tests.test_collectives import CollectiveTrace
 
 WAYS = (("batch", "sharded"), ("batch", "replicated"), ("vocab", "auto"), ("replicate", "auto"))
 
@@ -137,3 +142,142 @@ def test_without_a_bias_it_is_a_draft_sampler(ranks, exchange):
     for found in ranks.run(both, script, exchange):
         for block, tokens in found:
             assert block == tokens
+
+
+# --- what ranks say to each other, and what they hold
+
+
+class Shapes(TorchDispatchMode):
+    """Records the shapes of the rows that each step of the loop makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[list[int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.dtensor_sample.markov.default:
+            self.found.append(list(made.shape))
+        return made
+
+
+def watched(mesh, exchange: str, loop: str, full: bool, K: int) -> tuple[list[str], list]:
+    """Kinds of the collectives of one block of 7 requests, and shapes: the cache, and rows made."""
+    script = Script(30, (7,), K=K, V=24)
+    state, step = begun(mesh, script, exchange)
+    drafter = sampler_of(mesh, script, state, loop, full_logits=full)
+    plan = BatchSharder(state).plan(step.slots)
+    with CollectiveTrace() as trace, Shapes() as shapes:
+        draft(mesh, drafter, step, plan)
+    kept = state.drafts.logits_MSw
+    assert kept is not None
+    return [KINDS_OF[name] for name, *_ in trace.calls], [list(kept.shape), *shapes.found]
+
+
+@worlds("cpu:1", "cpu:2", "cpu:4", "cuda:2")
+@pytest.mark.parametrize("K", [1, 4])
+def test_collectives_and_memory(ranks, K):
+    """Catches a loop that talks, that does other owners' work, or that does so without being asked.
+
+    The cache and the rows of a step are a P-th of all, but for whole requests or columns.
+    """
+    P, slots, V = ranks.size, 9, 24
+    own, mine, columns = -(-7 // P), -(-slots // P), V // P
+    cases = [
+        # Exchange, loop, full logits: collectives, the cache, rows of a step.
+        ("batch", "sharded", False, ["all_to_all", "all_gather"], [mine * K, 1, V], [own, V]),
+        ("batch", "auto", False, ["all_to_all", "all_gather"], [mine * K, 1, V], [own, V]),
+        ("batch", "replicated", False, ["all_gather"] * 2, [mine * K, 1, V], [P * own, V]),
+        ("batch", "auto", True, ["all_gather"] * 2, [mine * K, 1, V], [P * own, V]),
+        ("replicate", "auto", False, ["all_gather"] * 2, [slots * K, 1, V], [7, V]),
+        ("vocab", "auto", False, None, [slots * K, 1, columns], [7, columns]),
+    ]
+    for exchange, loop, full, collectives, cache, rows in cases:
+        for kinds, shapes in ranks.run(watched, exchange, loop, full, K):
+            if P == 1:
+                assert kinds == []
+            elif collectives is None:
+                assert "all_to_all" not in kinds
+                assert 3 * K + 1 <= len(kinds) <= 7 * K + 1
+            else:
+                assert kinds == collectives
+            assert shapes == [cache, *[rows] * K]
+
+
+def said_by(mesh, exchange: str, loop: str, size: int, whole: bool, **kwargs) -> list[str]:
+    """What the log says of two blocks."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("dtensor_sample")
+    logger.addHandler(handler)
+    say.cache_clear()
+    try:
+        script = Script(31, (size,))
+        state, step = begun(mesh, script, exchange)
+        drafter = sampler_of(mesh, script, state, loop, **kwargs)
+        plan = BatchSharder(state).plan(step.slots)
+        blocks = [draft(mesh, drafter, step, plan, whole=whole) for _ in range(2)]
+        assert blocks[0].token_ids.tolist() == script.answers[0]["drafts"]
+        assert blocks[1].token_ids.tolist() == script.answers[0]["drafts"]
+        return said
+    finally:
+        logger.removeHandler(handler)
+
+
+@worlds("cpu:1", "cpu:4", "cuda:2")
+def test_it_says_why_every_rank_runs_the_loop(ranks):
+    """Catches a loop that is replicated in silence, or a log that says so at each step."""
+    cases: list[tuple[tuple, dict, str]] = [
+        (("batch", "auto", 7, False), {}, ""),
+        (("batch", "sharded", 2, True), {}, ""),
+        (("batch", "replicated", 2, True), {}, ""),
+        (("vocab", "auto", 2, True), {}, ""),
+        (("batch", "auto", 0, False), {}, ""),
+        (("replicate", "auto", 7, False), {}, "draft logits are kept on every rank"),
+        (("batch", "auto", 7, False), {"full_logits": True}, "the drafter needs full logits"),
+        (("batch", "auto", 7, True), {}, "draft_logits are not sharded over the vocabulary"),
+        (("batch", "auto", 3, False), {}, "batches of fewer than 4 requests"),
+    ]
+    for args, kwargs, reason in cases:
+        for said in ranks.run(said_by, *args, **kwargs):
+            if ranks.size == 1 or not reason:
+                assert said == []
+            else:
+                assert len(said) == 1
+                assert said[0].startswith("the drafting loop runs on every rank: " + reason)
+
+
+# --- what replicas that differ a little agree on
+
+
+def noisy(mesh, exchange: str, loop: str) -> list:
+    """Blocks of logits that differ in their last bits on each rank, and what follows from them."""
+    rank, device = mesh.get_local_rank(), mesh.device_type
+    noise = torch.Generator().manual_seed(rank)
+    script = Script(32, (8, 8, 8))
+    state = state_of(mesh, script, exchange)
+    drafter, verifier = sampler_of(mesh, script, state, loop), RejectionSampler(state)
+    for slot in range(8):
+        state.add(slot, SamplingParams(temperature=(0.0, 1.0)[slot % 2]))
+    results = []
+    for _ in range(3):
+        base, hidden, target = (
+            (torch.ones(shape) + 1e-6 * torch.randn(shape, generator=noise)).to(device)
+            for shape in ((8, script.K, script.V), (8, script.K, H), (8 * (script.K + 1), script.V))
+        )
+        plan = BatchSharder(state).plan(range(8))
+        logits = replicated(plan.select(base), mesh)
+        tokens, told = drafter(logits, plan, [1] * 8, plan.select(hidden))
+        plan = BatchSharder(state).plan(range(8), [script.K + 1] * 8)
+        output = verifier(replicated(plan.select(target), mesh), plan, tokens)
+        results.append([tokens.tolist(), told.tolist(), output.token_ids.tolist()])
+    return results
+
+
+@worlds("cpu:4", "cuda:2")
+@pytest.mark.parametrize(("exchange", "loop"), WAYS)
+def test_noise_between_ranks_does_not_show(ranks, exchange, loop):
+    """Catches ranks that each go on from a token of their own."""
+    first, *others = ranks.run(noisy, exchange, loop)
+    assert all(other == first for other in others)
