@@ -1,6 +1,7 @@
 """How long one sampling step takes, from vocabulary-sharded logits to tokens on every rank.
 
     torchrun --nproc_per_node=2 examples/bench.py --num-speculative-tokens 0 7 --output docs/NAME
+    torchrun --nproc_per_node=2 examples/bench.py --draft-loop   # blocks drafted left to right
     python examples/bench.py --rows 4 --vocab 1000 --rounds 3    # a CPU will do, on one rank too
 
 Each step is done in several ways: by this library under each exchange, as scripts do it that gather
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_drafts
 import torch
 import torch.distributed as dist
 from bench_report import Record, about, join, markdown, percentile, show, slowest, write
@@ -68,9 +70,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--rows",
         type=int,
         nargs="+",
-        default=[4, 64, 512, 2048],
         metavar="N",
-        help="of target logits; those that are no whole requests of K + 1 rows are left out",
+        help="of target logits; those that are no whole requests of K + 1 rows are left out; with "
+        "--draft-loop: requests",
     )
     parser.add_argument(
         "--vocab", type=int, nargs="+", default=[129280], metavar="V", help="default 129280"
@@ -79,15 +81,22 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--num-speculative-tokens",
         type=int,
         nargs="+",
-        default=[0],
         metavar="K",
-        help="drafts of a request, default 0",
+        help="drafts of a request, default 0, with --draft-loop 5 and 7",
     )
     parser.add_argument(
         "--drafts",
         default="drafted",
         choices=["drafted", "one-hot"],
         help="drafted in the step, from draft logits (the default), or chosen and only verified",
+    )
+    parser.add_argument(
+        "--draft-loop",
+        action="store_true",
+        help="only draft: K tokens a request, each of which adds a bias to the logits after it",
+    )
+    parser.add_argument(
+        "--factors", type=int, default=256, metavar="R", help="rank of that bias, default 256"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--filters", nargs="+", default=["off", "on"], choices=list(FILTERS))
@@ -101,14 +110,19 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="NAME", help="write NAME.csv, .md and .png")
     parser.add_argument("--draw", type=Path, metavar="CSV", help="only draw what was measured once")
     args = parser.parse_args(given)
-    if min(*args.rows, *args.vocab) < 1:
-        parser.error("--rows and --vocab must be at least 1")
+    args.rows = args.rows or ([1, 8, 64, 256] if args.draft_loop else [4, 64, 512, 2048])
+    drafts = args.num_speculative_tokens or ([5, 7] if args.draft_loop else [0])
+    args.num_speculative_tokens = drafts
+    if min(*args.rows, *args.vocab, args.factors) < 1:
+        parser.error("--rows and --vocab must be at least 1, and --factors")
     if args.rounds < 2:
         parser.error("--rounds must be at least 2")
     for K in args.num_speculative_tokens:
         if K < 0:
             parser.error("--num-speculative-tokens must be at least 0")
-        if all(rows % (K + 1) for rows in args.rows):
+        if args.draft_loop and K == 0:
+            parser.error("--draft-loop: --num-speculative-tokens must be at least 1")
+        if not args.draft_loop and all(rows % (K + 1) for rows in args.rows):
             parser.error(
                 f"--num-speculative-tokens {K}: one of --rows must be a multiple of {K + 1}"
             )
@@ -231,6 +245,17 @@ def spread(us: Sequence[float]) -> dict[str, float | None]:
 def report(records: Sequence[Record], args: argparse.Namespace, mesh: DeviceMesh) -> str:
     """The records as Markdown, and how they came about."""
     graph = mesh.device_type == "cuda"
+    if args.draft_loop:
+        facts = {
+            "logits": args.dtype,
+            "a step": "one replay of a CUDA graph" if graph else "one eager call",
+            "it": "draws K tokens a request from base logits of all positions, each after a bias "
+            "of the token before; kept as they were drawn from",
+            "gather + loop": "the same in PyTorch, on every rank",
+        }
+        title = "Blocks of drafts left to right, from sharded base logits to tokens on every rank"
+        said = about(mesh, "bench.py", **facts)
+        return markdown(title, said, bench_drafts.COLUMNS, records)
     facts = {
         "logits": args.dtype,
         "a step": "one replay of a CUDA graph" if graph else "one eager call",
@@ -293,13 +318,17 @@ def main() -> None:
         return
     mesh = join()
     records = []
+    columns, made = COLUMNS, measure(mesh, args)
+    if args.draft_loop:
+        columns = bench_drafts.COLUMNS
+        made = bench_drafts.measure(mesh, args, FILTERS, host_us, extra_mib, spread)
     with torch.inference_mode():
-        for record in measure(mesh, args):
+        for record in made:
             records.append(record)
             show(record)
     if args.output is not None and mesh.get_rank() == 0:
-        write(args.output, COLUMNS, records, report(records, args, mesh))
-        if importlib.util.find_spec("matplotlib") is not None:
+        write(args.output, columns, records, report(records, args, mesh))
+        if not args.draft_loop and importlib.util.find_spec("matplotlib") is not None:
             draw(records, args.output.with_suffix(".png"))
     dist.destroy_process_group()
 

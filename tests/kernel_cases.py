@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -322,7 +323,7 @@ def drafted(device: str, *, large: bool = False) -> Iterator[str]:
         ids_D = torch.randperm(V, generator=generator)[:D]
         run = ops.markov if device == "cuda" else kernel_of(ops.markov)
         for floor, target, width in ((None, None, D), (floor_Q, None, D + 2), (None, ids_D, V)):
-            whole = [x_QSv, floor, *args, target, width]
+            whole: list[Any] = [x_QSv, floor, *args, target, width]
             got = run(*(a.to(device) if isinstance(a, Tensor) else a for a in whole)).cpu()
             if not same(got, ops.markov(*whole)):
                 yield f"markov {dtype} {(Q, r, D)}"

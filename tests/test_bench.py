@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import bench
+import bench_drafts
 import bench_report
 import bench_ways
 import numpy as np
@@ -48,6 +49,27 @@ def test_verification_alone_is_timed(ranks):
     for found in ranks.run(records, options):
         assert [record["way"] for record in found] == [*EXCHANGES, "gather + sample"]
         assert {(record["k"], record["drafts"]) for record in found} == {(3, "one-hot")}
+
+
+def loops(mesh, options: str) -> list[dict]:
+    args = bench.parse([*options.split(" "), "--draft-loop", "--rounds", "2"])
+    measures = (bench.FILTERS, bench.host_us, bench.extra_mib, bench.spread)
+    with torch.inference_mode():
+        return list(bench_drafts.measure(mesh, args, *measures))
+
+
+@worlds("cpu:2", "cuda:2")
+def test_every_drafting_loop_is_timed(ranks):
+    options = "--rows 1 5 --vocab 203 --num-speculative-tokens 2 --factors 6"
+    for found in ranks.run(loops, options):
+        ways = [*bench_drafts.LOOPS, "gather + loop"]
+        assert [r["way"] for r in found] == ways * 4
+        assert {(r["requests"], r["filters"]) for r in found} == {
+            *itertools.product((1, 5), ("off", "on"))
+        }
+        for r in found:
+            assert 0 < r["us_20"] <= r["us"] <= r["us_80"]
+            assert r.keys() == bench_drafts.COLUMNS.keys()
 
 
 @worlds("cpu:2")
@@ -135,6 +157,8 @@ def test_filters_in_torch():
         ("--rounds 1", "--rounds"),
         ("--rows 4 12 --num-speculative-tokens 0 7", "--num-speculative-tokens 7"),
         ("--num-speculative-tokens -1", "--num-speculative-tokens"),
+        ("--draft-loop --num-speculative-tokens 0", "--draft-loop"),
+        ("--draft-loop --factors 0", "--factors"),
         ("--output no/such/folder", "--output"),
         ("--draw no-such.csv", "--draw"),
     ],

@@ -271,6 +271,7 @@ def noisy(mesh, exchange: str, loop: str) -> list:
         tokens, told = drafter(logits, plan, [1] * 8, plan.select(hidden))
         plan = BatchSharder(state).plan(range(8), [script.K + 1] * 8)
         output = verifier(replicated(plan.select(target), mesh), plan, tokens)
+        assert told is not None
         results.append([tokens.tolist(), told.tolist(), output.token_ids.tolist()])
     return results
 

@@ -125,3 +125,51 @@ def test_derived_seeds():
         for seed in SEEDS:
             got = [streams.derive_seed(seed, j, child=child) for j in (0, 1, 5, 2**33)]
             assert got == [derive(seed, j) for j in (0, 1, 5, 2**33)]
+
+
+# --- what drafting left to right computes
+
+
+@pytest.mark.parametrize("F", [1, 7, 1024])
+def test_products_of_factors_are_exact(F):
+    """Catches sums that float32 rounds: the largest there are, in one order and its reverse."""
+    left_VF = torch.full((3, F), 127.0) * torch.tensor([1, -1, 1])[:, None]
+    left_VF[2] = torch.randint(-127, 128, (F,)).float()
+    right_DF = torch.randint(-127, 128, (50, F)).float()
+    right_DF[0] = 127
+    one_V, one_D, before_Q = torch.ones(3), torch.ones(50), torch.arange(3)
+    base_QSv = torch.zeros(3, 1, 50)
+    found = [
+        ops.markov(base_QSv, None, before_Q, left, one_V, right, one_D, None, 50)
+        for left, right in ((left_VF, right_DF), (left_VF.flip(1).char(), right_DF.flip(1).char()))
+    ]
+    exact = left_VF.long() @ right_DF.long().T
+    assert torch.equal(found[0].long(), exact)
+    assert torch.equal(found[1].long(), exact)
+    assert exact.abs().max() == F * 127**2
+
+
+def test_quantized_factors():
+    """Catches a scale of the wrong rows, and rows of zeros that become NaN."""
+    x_NF = torch.randn(40, 9) * torch.logspace(-6, 6, 40)[:, None]
+    x_NF[3] = 0
+    factor_NF, scale_N = ops.quantized(x_NF)
+    assert factor_NF.dtype == torch.int8
+    assert factor_NF.long().abs().amax(1).tolist() == [127 * (i != 3) for i in range(40)]
+    error_NF = (factor_NF * scale_N[:, None] - x_NF).abs()
+    assert (error_NF <= scale_N[:, None] * 0.50001).all()
+
+
+def test_confidences():
+    """Catches sums that depend on their order, and results out of range."""
+    hidden_RH, weight_H = torch.randn(200, 77) * 3, torch.randn(77)
+    offset_R = ops.units(torch.randn(200).double() * 9)
+    found_R = ops.confidence(hidden_RH, weight_H, offset_R)
+    order = torch.randperm(77)
+    assert torch.equal(ops.confidence(hidden_RH[:, order], weight_H[order], offset_R), found_R)
+    assert torch.equal(ops.confidence(hidden_RH[7:8], weight_H, offset_R[7:8]), found_R[7:8])
+    exact_R = torch.sigmoid(hidden_RH.double() @ weight_H.double() + offset_R.double() / 2**28)
+    assert (found_R - exact_R).abs().max() < 3e-7
+    extreme_RH = torch.tensor([[torch.inf], [-torch.inf], [torch.nan], [3e38], [0.0]])
+    told_R = ops.confidence(extreme_RH, torch.ones(1), torch.zeros(5, dtype=torch.int64))
+    assert told_R.tolist() == [1.0, pytest.approx(0, abs=1e-15), 0.5, 1.0, 0.5]
