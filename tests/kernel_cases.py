@@ -327,7 +327,12 @@ def drafted(device: str, *, large: bool = False) -> Iterator[str]:
             got = run(*(a.to(device) if isinstance(a, Tensor) else a for a in whole)).cpu()
             if not same(got, ops.markov(*whole)):
                 yield f"markov {dtype} {(Q, r, D)}"
-            alone = [x_QSv[:1], floor if floor is None else floor[:1], before_Q[:1], *args[1:]]
+            alone: list[Any] = [
+                x_QSv[:1],
+                floor if floor is None else floor[:1],
+                before_Q[:1],
+                *args[1:],
+            ]
             alone = [*alone, target, width]
             first = run(*(a.to(device) if isinstance(a, Tensor) else a for a in alone)).cpu()
             if not same(first, got[:1]):

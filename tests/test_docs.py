@@ -90,7 +90,11 @@ def run_readme(mesh: DeviceMesh) -> tuple[list[int], str]:
         "text": torch.tensor([[2, 5, 7, 2, 9]]),
         "confidences": torch.full((1, 4), 0.5),
         "backbone": lambda ids: torch.zeros(len(ids), H),
-        "lm_head": lambda rows: logits_of(mesh, len(rows)),
+        "block_hidden": torch.zeros(1, 4, H),
+        "last_token_ids": [2],
+        "w1": torch.zeros(V, 2),
+        "w2": torch.zeros(2, V),
+        "lm_head": lambda rows: logits_of(mesh, len(rows), tuple(rows.shape[1:-1])),
     }
     return given["next_token"].tolist(), execute("README.md", blocks(text, "python"), engine)
 
@@ -114,6 +118,7 @@ def run_docstrings(mesh: DeviceMesh) -> tuple[int, str]:
     rows = sharder.plan([0, 1], [1 + len(own) for own in drafts]).num_rows
     given = {
         **vars(dtensor_sample),
+        "torch": torch,
         "mesh": {"tp": mesh},
         "logits": logits_of(mesh, rows),
         "slots": [0, 1],
