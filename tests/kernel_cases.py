@@ -321,7 +321,7 @@ def drafted(device: str, *, large: bool = False) -> Iterator[str]:
         args = [before_Q, factors[0], left_scale_V, factors[1], right_scale_D]
         floor_Q = torch.where(torch.arange(Q) % 3 == 0, -torch.inf, torch.randn(Q) - 1)
         ids_D = torch.randperm(V, generator=generator)[:D]
-        run = ops.markov if device == "cuda" else kernel_of(ops.markov)
+        run = ops.markov if device == "cuda" else launcher("markov")
         for floor, target, width in ((None, None, D), (floor_Q, None, D + 2), (None, ids_D, V)):
             whole: list[Any] = [x_QSv, floor, *args, target, width]
             got = run(*(a.to(device) if isinstance(a, Tensor) else a for a in whole)).cpu()
@@ -346,7 +346,7 @@ def drafted(device: str, *, large: bool = False) -> Iterator[str]:
         hidden_RH[0, 0], hidden_RH[1, 0], hidden_RH[2, 0] = torch.nan, torch.inf, -torch.inf
         weight_H = torch.randn(D, generator=generator)
         offset_R = torch.randint(-(1 << 34), 1 << 34, (Q,), generator=generator)
-        run = ops.confidence if device == "cuda" else kernel_of(ops.confidence)
+        run = ops.confidence if device == "cuda" else launcher("confidence")
         told = (hidden_RH, weight_H, offset_R)
         if not torch.equal(run(*(a.to(device) for a in told)).cpu(), ops.confidence(*told)):
             yield f"confidence {dtype} {D}"
