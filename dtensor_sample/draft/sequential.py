@@ -281,35 +281,32 @@ class SequentialDraftSampler:
         state, where, K, V = self.state, plan.exchange, self.K, self.state.vocab_size
         Q, params, filters = before_Q.shape[0], plan.row_params(), plan.filters
         base_QKSv = rows.x_NSv.unflatten(0, (Q, K))
-        floor_QK = self._floors(rows, plan)
+        floor_KQ = self._floors(rows, plan)
         right, W = self.head.right, V
         if where.name == "vocab":
             W = rows.x_NSv.shape[2]
             right = self.head.columns(state.axis, -(-width // state.axis.size))
-        step_QK = torch.arange(K, device=before_Q.device).expand(Q, K)
-        kept_Q1 = (~params.greedy & (plan.row_draft_rows >= 0))[:, None]
-        row_QK = torch.where(kept_Q1, plan.row_draft_rows[:, None] + step_QK, -1)
-        counter_2QK = (
-            x[:, None].expand(Q, K).flatten() for x in (params.seed, plan.row_positions())
-        )
-        uniform_QK = ops.uniform(*counter_2QK, step_QK.flatten(), DRAFT).view(Q, K)
-        token_QK = torch.full_like(step_QK, -1)
+        step_KQ = torch.arange(K, device=before_Q.device)[:, None].expand(K, Q).contiguous()
+        kept_Q = ~params.greedy & (plan.row_draft_rows >= 0)
+        row_KQ = torch.where(kept_Q, plan.row_draft_rows + step_KQ, -1)
+        counters = (x.expand(K, Q).flatten() for x in (params.seed, plan.row_positions(), step_KQ))
+        uniform_KQ = ops.uniform(*counters, DRAFT).view(K, Q)
+        token_QK = torch.full((Q, K), -1, device=before_Q.device)
         for k in range(K):
-            floor_Q = None if floor_QK is None else floor_QK[:, k].contiguous()
+            floor_Q = None if floor_KQ is None else floor_KQ[k]
             factors = (*self.head.left, *right, self.target_D, W)
             x_QW = ops.markov(base_QKSv[:, k], floor_Q, before_Q, *factors)
             logits = Logits(x_QW[:, None], rows.first_id_S[:1])
             if filters.drawn:
-                state.drafts.write(logits, row_QK[:, k], width)
-            count_Q = step_QK[:, k]
-            edited = process(logits, plan, own_drafts_RK=token_QK, count_R=count_Q)
-            drawn_Q3, _ = draw(edited, params, uniform_QK[:, k], filters, where, V)
+                state.drafts.write(logits, row_KQ[k], width)
+            edited = process(logits, plan, own_drafts_RK=token_QK, count_R=step_KQ[k])
+            drawn_Q3, _ = draw(edited, params, uniform_KQ[k], filters, where, V)
             before_Q = where.found(drawn_Q3[:, 0])
             token_QK[:, k] = before_Q
         return token_QK
 
     def _floors(self, rows: Logits, plan: ShardPlan) -> Tensor | None:
-        """[Q, K] float32: the least base logit of each position's candidates."""
+        """[K, Q] float32: the least base logit of each position's candidates."""
         N, device = rows.x_NSv.shape[0], rows.x_NSv.device
         D = self.state.vocab_size if self.target_D is None else len(self.target_D)
         if not 0 < self.candidates < D:
@@ -320,7 +317,9 @@ class SequentialDraftSampler:
         params = RowParams(one_N, one_N * -torch.inf, k_N, top_p_N, none_N, none_N > 0)
         enough = next((size for size in CANDIDATES if size >= self.candidates), 0)
         filters = Filters(top_k=True, top_p=False, drawn=True, candidates=enough)
-        return weigh(rows, params, filters, plan.exchange, D).floor_R.view(-1, self.K)
+        return (
+            weigh(rows, params, filters, plan.exchange, D).floor_R.view(-1, self.K).T.contiguous()
+        )
 
     def _confide(
         self, hidden_NKH: Tensor, plan: ShardPlan, before_Q: Tensor, token_QK: Tensor
