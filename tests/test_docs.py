@@ -118,7 +118,6 @@ def run_docstrings(mesh: DeviceMesh) -> tuple[int, str]:
     rows = sharder.plan([0, 1], [1 + len(own) for own in drafts]).num_rows
     given = {
         **vars(dtensor_sample),
-        "torch": torch,
         "mesh": {"tp": mesh},
         "logits": logits_of(mesh, rows),
         "slots": [0, 1],
