@@ -3,7 +3,6 @@
 from dtensor_sample.draft.drafter import Drafter
 from dtensor_sample.draft.ngram import NgramDrafter
 from dtensor_sample.draft.sampler import DraftSampler
-from dtensor_sample.draft.sequential import MarkovHead, SequentialDraftSampler
 from dtensor_sample.functional import sample, sample_with_logprobs
 from dtensor_sample.graphed import GraphedStep
 from dtensor_sample.layout import replicated, vocab_sharded
@@ -22,14 +21,12 @@ __all__ = [
     "DraftSampler",
     "Drafter",
     "GraphedStep",
-    "MarkovHead",
     "NgramDrafter",
     "RejectionSampler",
     "Sampler",
     "SamplerOutput",
     "SamplingParams",
     "SamplingState",
-    "SequentialDraftSampler",
     "ShardPlan",
     "TokenBitmask",
     "logprobs",

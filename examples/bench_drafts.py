@@ -20,14 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_sample import (
     BatchSharder,
-    MarkovHead,
     SamplingParams,
     SamplingState,
-    SequentialDraftSampler,
     ShardPlan,
     vocab_sharded,
 )
 from dtensor_sample.calibrate import timer
+from dtensor_sample.draft.sequential import MarkovHead, SequentialDraftSampler
 
 LOOPS = {
     "batch": ("batch", "sharded"),

@@ -13,13 +13,12 @@ import torch
 
 from dtensor_sample import (
     BatchSharder,
-    MarkovHead,
     RejectionSampler,
     SamplingParams,
     SamplingState,
-    SequentialDraftSampler,
     replicated,
 )
+from dtensor_sample.draft.sequential import MarkovHead, SequentialDraftSampler
 from tests import oracle
 from tests.batches import OWNERS, random_batch, random_params, shard_vocab
 from tests.processing import OUTPUTS, Live, random_processing

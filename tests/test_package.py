@@ -13,7 +13,7 @@ import pytest
 import dtensor_sample
 
 ROOT = Path(dtensor_sample.__file__).parents[1]
-MOST_NAMES = 19
+MOST_NAMES = 17
 
 # Runs in a process of its own: without Triton, and where CUDA shows no device. Times are of the
 # CPU, so that neighbours on the machine do not count.

@@ -8,12 +8,11 @@ import torch
 from dtensor_sample import (
     BatchSharder,
     DraftSampler,
-    MarkovHead,
     SamplingParams,
     SamplingState,
-    SequentialDraftSampler,
     vocab_sharded,
 )
+from dtensor_sample.draft.sequential import MarkovHead, SequentialDraftSampler
 from tests.batches import shard_vocab
 from tests.pool import FEW_WORLDS, worlds
 from tests.test_arguments import outcome

