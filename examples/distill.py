@@ -76,9 +76,9 @@ def sample_texts(
 ) -> tuple[Tensor, Tensor]:
     """Let the model write: [S, T] token ids, and [S] the temperature of each text.
 
-    In chats it writes the user's messages too, always at temperature 1; then it answers. A document
-    is followed by another, an answer by another question. The token that documents begin with is
-    cut off, as decoding has none.
+    In chats it writes the user's messages too, always at temperature 1; then it answers. An answer
+    is followed by another question, a document by another. A text's first token is one that begins
+    a document, without the token that lies between documents, which prompts do not have either.
     """
     device = model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -88,43 +88,41 @@ def sample_texts(
     drawn_S = torch.rand(S, generator=generator, device=device)
     own_S = values[torch.searchsorted(shares.cumsum(0)[:-1].contiguous(), drawn_S)]
     script, begins = forced_tokens(scaffold, device)
-    line_S = torch.where(chat_S, begins["begin"], begins["document"])
-    """Where each text is in the script; at its end (-1) the model writes."""
+    line_S = torch.where(chat_S, begins["begin"], begins["none"])
+    """Where each text is in the script; at its ends (-1) the model writes."""
     asking_S = chat_S.clone()
     free_S = torch.where(chat_S, 0, FREE_TOKENS)
-    step = Decoder(model, num_texts=S, length=length + 1)
-    logits_SV = None
-    texts_ST = torch.empty(S, length + 1, dtype=torch.int32, device=device)
-    for t in range(length + 1):
-        forced_S = script[line_S]
-        token_S = forced_S
-        if logits_SV is not None:
-            temperature_S = torch.where(asking_S | (free_S > 0), 1.0, own_S)
-            drawn_S = draw_tokens(logits_SV, temperature_S, generator)
-            token_S = torch.where(forced_S >= 0, forced_S, drawn_S)
-        wrote_S = forced_S < 0
-        free_S -= (wrote_S & ~asking_S).to(free_S.dtype)
+    opening_SV = Decoder(model, num_texts=1, length=1)(script[-1:], 0).expand(S, -1)
+    step = Decoder(model, num_texts=S, length=length)
+    logits_SV, texts_ST = opening_SV, torch.empty(S, length, dtype=torch.int32, device=device)
+    for t in range(length):
+        temperature_S = torch.where(asking_S | (free_S > 0), 1.0, own_S)
+        drawn_S = draw_tokens(logits_SV, temperature_S, generator)
+        wrote_S = script[line_S] < 0
+        token_S = torch.where(wrote_S, drawn_S, script[line_S])
+        free_S -= wrote_S.to(free_S.dtype)
         line_S = torch.where(wrote_S, line_S, line_S + 1)
         ended_S = wrote_S & chat_S & ((token_S == scaffold.end) | (token_S == scaffold.document))
         turn_S = torch.where(asking_S, begins["answer"], begins["again"])
         line_S = torch.where(ended_S, turn_S, line_S)
         asking_S = asking_S ^ ended_S
         texts_ST[:, t] = token_S
-        if t < length:
-            logits_SV = step(token_S, t)
-    kept = torch.arange(length, device=device) + (~chat_S).long()[:, None]
-    return texts_ST.gather(1, kept), own_S
+        logits_SV = step(token_S, t)
+    return texts_ST, own_S
 
 
 def forced_tokens(scaffold: Scaffold, device: torch.device) -> tuple[Tensor, dict[str, int]]:
-    """All forced passages behind one another, each ended by -1, and where they begin."""
+    """All forced passages behind one another, each ended by -1, and where they begin.
+
+    The last token is that between documents.
+    """
     script: list[int] = []
     begins = {}
     for name in ("begin", "answer", "again"):
         begins[name] = len(script)
         script += [*getattr(scaffold, name), -1]
-    begins["document"] = len(script)
-    return torch.tensor([*script, scaffold.document, -1], device=device), begins
+    begins["none"] = len(script) - 1
+    return torch.tensor([*script, scaffold.document], device=device), begins
 
 
 def draw_tokens(logits_SV: Tensor, temperature_S: Tensor, generator: torch.Generator) -> Tensor:
