@@ -78,6 +78,8 @@ def load_target(checkpoint: Checkpoint) -> Llama:
     device, backend, dtype = "cpu", "gloo", torch.float32
     if torch.cuda.is_available():
         device, backend, dtype = "cuda", "nccl", torch.bfloat16
+        # It would plan anew for each length of the texts while they grow.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     started = perf_counter()

@@ -121,9 +121,7 @@ def test_the_gradient_is_that_of_the_loss() -> None:
     expected = ((0.3 * kl_N + 0.6 * tv_N) * weight_N).sum() / weight_N.sum()
     (wanted_NH,) = torch.autograd.grad(expected, hidden_NH)
     Agreement.pieces = staticmethod(agreement_pieces)
-    loss, overlap_N, same_N = Agreement.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, target_NH, head_VH, weight_N, 0.3, 0.6, 3
-    )
+    loss, overlap_N, same_N = Agreement.apply(hidden_NH, target_NH, head_VH, weight_N, 0.3, 0.6, 3)
     (gradient_NH,) = torch.autograd.grad(2 * loss, hidden_NH)
     torch.testing.assert_close(gradient_NH, 2 * wanted_NH, rtol=1e-5, atol=1e-6)
     assert abs(loss.item() - expected.item()) < 1e-6
@@ -177,7 +175,8 @@ def test_two_steps_lower_the_loss(ranks: Ranks, small_path: Path, kind: str) -> 
 
 def run_trainer(mesh: DeviceMesh, path: Path, folder: Path) -> tuple[list[float], list[str]]:
     """A whole run of a few steps."""
-    target, checkpoint, told = load(mesh, path), open_checkpoint(path), []
+    target, checkpoint = load(mesh, path), open_checkpoint(path)
+    told: list[str] = []
     texts_ST, _ = distill.sample_texts(target, SCAFFOLD, num_texts=12, length=24, seed=0)
     texts = texts_ST.cpu().numpy().astype(np.uint16)
     recipe = Recipe(minutes=1, steps=4, batch=4, rows=50)
