@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import decode
 import distill
 import numpy as np
 import pytest
@@ -9,11 +10,21 @@ import torch
 import torch.nn.functional as F
 from distill import Agreement, Decoder, Recipe, Scaffold, Teacher, Trainer, agreement_pieces
 from draft_models import BlockModel, DraftModel, DraftWeights, build, save_weights
-from llama import Llama, load_llama
+from drafters import ModelDrafter, load_block
+from llama import Batch, Llama, load_llama
+from meter import Meter
+from prompts import Request
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weights import Checkpoint, open_checkpoint
 
+from dtensor_sample import (
+    Drafter,
+    RejectionSampler,
+    Sampler,
+    SamplingParams,
+    SamplingState,
+)
 from tests.pool import Ranks, worlds
 from tests.test_examples import save_small
 
@@ -268,3 +279,112 @@ def test_the_decode_step_is_the_model(ranks: Ranks, small_path: Path) -> None:
     texts_ST = torch.randint(0, 1003, (3, 9), generator=torch.Generator().manual_seed(0))
     ((own, expected),) = ranks.run(decode_steps, small_path, texts_ST)
     torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
+
+
+def block_hidden(mesh: DeviceMesh, target_path: Path, path: Path, texts: Tensor) -> list[Tensor]:
+    """Hidden states of blocks that follow texts of several lengths, as decoding computes them."""
+    checkpoint, target = open_checkpoint(target_path), load(mesh, target_path)
+    target.allocate_cache(max_num_reqs=3, max_length=20)
+    state = SamplingState(mesh, vocab_size=1003, max_num_reqs=3, num_speculative_tokens=3)
+    weights = DraftWeights(path, checkpoint)
+    drafter = load_block(weights, target, checkpoint, state, max_length=20)
+    results = []
+    with torch.inference_mode():
+        # Slot 2 first has another text, then a shorter one; slot 0 goes on by drafts, of which all
+        # but one are refused.
+        other, first, second = texts.tolist()
+        target(Batch.pack([2], [other], [0], device=mesh.device_type))
+        target(Batch.pack([0, 2], [first[:8], second[:4]], [0, 0], device=mesh.device_type))
+        target(Batch.pack([0], [[first[8], first[9], 3, 3]], [8], device=mesh.device_type))
+        results.append(drafter._hidden([0, 2], [first[:11], second[:5]]))
+        results.append(drafter._hidden([2], [second[:5]]))
+    return [hidden.cpu() for hidden in results]
+
+
+@worlds("cpu:1", "cpu:2", "cpu:4", "cuda:1")
+def test_a_block_drafter_decodes_as_it_was_trained(
+    ranks: Ranks, small_path: Path, tmp_path: Path
+) -> None:
+    """Its caches hold what training saw at once; refused drafts and texts before leave no trace."""
+    checkpoint, path = open_checkpoint(small_path), tmp_path / "block.safetensors"
+    save_weights(path, block_of(checkpoint))
+    texts_ST = torch.randint(0, 1003, (3, 11), generator=torch.Generator().manual_seed(0))
+    expected_SAKH = ranks.run(block_training, small_path, path, texts_ST)[0]
+    for both, alone in ranks.run(block_hidden, small_path, path, texts_ST):
+        torch.testing.assert_close(both[0], expected_SAKH[1, 1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(both[1], expected_SAKH[2, 0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(alone[0], expected_SAKH[2, 0], rtol=1e-4, atol=1e-4)
+
+
+def block_training(mesh: DeviceMesh, target_path: Path, path: Path, texts: Tensor) -> Tensor:
+    """Hidden states of the blocks at 4 and 10 as training computes them."""
+    checkpoint, target = open_checkpoint(target_path), load(mesh, target_path)
+    model = build(DraftWeights(path, checkpoint))
+    assert isinstance(model, BlockModel)
+    model.to(mesh.device_type)
+    texts = texts.to(mesh.device_type)
+    _, features_STF = Teacher(target, model.features)(texts)
+    embedded_STH = checkpoint.read("model.embed_tokens.weight").to(mesh.device_type)[texts]
+    with torch.no_grad():
+        hidden_SAKH: Tensor = model(embedded_STH, features_STF, torch.tensor([4, 10]).to(texts))
+    return hidden_SAKH.cpu()
+
+
+def decode_with(
+    mesh: DeviceMesh, target_path: Path, folder: Path, temperature: float
+) -> dict[str, list[list[int]]]:
+    """Texts of decode.py without drafts and with either drafter."""
+    checkpoint, results = open_checkpoint(target_path), {}
+    for kind in ("", "draft", "block"):
+        target = load(mesh, target_path)
+        target.allocate_cache(max_num_reqs=2, max_length=40)
+        K = 3 if kind else 0
+        state = SamplingState(mesh, vocab_size=1003, max_num_reqs=2, num_speculative_tokens=K)
+        sampler: Sampler | RejectionSampler = RejectionSampler(state) if kind else Sampler(state)
+        drafter: Drafter | None = None
+        if kind:
+            weights = DraftWeights(folder / f"{kind}.safetensors", checkpoint)
+            if kind == "block":
+                drafter = load_block(weights, target, checkpoint, state, max_length=40)
+            else:
+                model = load_llama(weights, mesh, dtype=torch.float32)
+                model.allocate_cache(max_num_reqs=2, max_length=40)
+                drafter = ModelDrafter(model, state)
+        requests = [
+            Request(
+                index=i,
+                prompt="",
+                prompt_token_ids=ids,
+                params=SamplingParams(temperature=temperature, seed=i),
+                stream=checkpoint.tokenizer.stream(),
+            )
+            for i, ids in enumerate([[3, 4, 5], [1] * 9, [17]])
+        ]
+        decode.decode(
+            target,
+            requests,
+            sampler,
+            drafter=drafter,
+            mesh=mesh,
+            max_new_tokens=14,
+            eos_token_ids=frozenset(),
+            meter=Meter(mesh.device_type),
+        )
+        results[kind] = [request.token_ids for request in requests]
+    return results
+
+
+@worlds("cpu:1", "cpu:2", "cuda:1")
+def test_drafters_change_no_greedy_text(ranks: Ranks, small_path: Path, tmp_path: Path) -> None:
+    """Greedy texts are those without drafts; random ones are of the same length on all ranks."""
+    checkpoint = open_checkpoint(small_path)
+    save_weights(tmp_path / "draft.safetensors", draft_of(checkpoint))
+    save_weights(tmp_path / "block.safetensors", block_of(checkpoint))
+    results = ranks.run(decode_with, small_path, tmp_path, 0.0)
+    for texts in results:
+        assert texts == results[0]
+        assert texts["draft"] == texts["block"] == texts[""]
+    results = ranks.run(decode_with, small_path, tmp_path, 1.0)
+    for texts in results:
+        assert texts == results[0]
+        assert all(len(ids) == 14 for ids in texts["block"])
