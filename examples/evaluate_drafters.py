@@ -9,7 +9,7 @@ counts. What is written is the acceptance of each place in a block, and tokens p
 
 import argparse
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def evaluate(
     args: argparse.Namespace, name: str, checkpoint: Checkpoint, mesh: DeviceMesh
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """What one drafter brings, at each temperature and for each kind of prompts."""
     prompts = {
         kind: [checkpoint.tokenizer.encode(text, chat=kind == "chat") for text in texts]
@@ -108,7 +108,6 @@ def evaluate(
         else:
             drafter = ModelDrafter(load(weights), state)
     sampler = RejectionSampler(state, method=args.method)
-    results = []
     for temperature in args.temperatures:
         for kind in KINDS:
             meter = Meter(mesh.device_type)
@@ -132,12 +131,13 @@ def evaluate(
                 eos_token_ids=checkpoint.tokenizer.eos_token_ids,
                 meter=meter,
             )
-            results.append(
-                {"drafter": name, "temperature": temperature, "prompts": kind}
-                | meter.speculation()
-                | {"tokens_per_second": meter.figures()["tokens_per_second"]}
-            )
-    return results
+            yield {
+                "drafter": name,
+                "temperature": temperature,
+                "prompts": kind,
+                "tokens_per_second": meter.figures()["tokens_per_second"],
+                **meter.speculation(),
+            }
 
 
 def line(result: Mapping[str, Any]) -> str:

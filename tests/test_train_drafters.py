@@ -4,6 +4,7 @@ from pathlib import Path
 
 import decode
 import distill
+import evaluate_drafters
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from distill import Agreement, Decoder, Recipe, Scaffold, Teacher, Trainer, agreement_pieces
 from draft_models import BlockModel, DraftModel, DraftWeights, build, save_weights
 from drafters import ModelDrafter, load_block
+from held_out import BEGINNINGS, CHATS
 from llama import Batch, Llama, load_llama
 from meter import Meter
 from prompts import Request
@@ -388,3 +390,54 @@ def test_drafters_change_no_greedy_text(ranks: Ranks, small_path: Path, tmp_path
     for texts in results:
         assert texts == results[0]
         assert all(len(ids) == 14 for ids in texts["block"])
+
+
+def test_shipped_drafters_are_of_the_default_model() -> None:
+    """They open beside it, are of the kinds that they are called by, and are small together."""
+    checkpoint = open_checkpoint()
+    for kind, path in decode.TRAINED.items():
+        weights = decode.open_drafter(kind, None, checkpoint)
+        assert isinstance(weights, DraftWeights)
+        assert weights.kind == kind
+        decode.check_drafter(weights, checkpoint, 600, 4)
+        assert path.parent.name == "trained"
+    sizes = [path.stat().st_size for path in decode.TRAINED.values()]
+    assert sum(sizes) <= 16_000_000
+
+
+def test_drafters_that_are_refused(small_path: Path, tmp_path: Path) -> None:
+    """One of the other kind, a block drafter that is none, and more drafts than it has."""
+    checkpoint, path = open_checkpoint(small_path), tmp_path / "block.safetensors"
+    save_weights(path, block_of(checkpoint))
+    with pytest.raises(ValueError, match="is for --speculate block, got draft"):
+        decode.open_drafter("draft", path, checkpoint)
+    with pytest.raises(ValueError, match=r"block needs a \.safetensors file"):
+        decode.open_drafter("block", small_path, checkpoint)
+    weights = decode.open_drafter("block", path, checkpoint)
+    with pytest.raises(ValueError, match="at most 3 with --speculate block, got 4"):
+        decode.check_drafter(weights, checkpoint, 64, 4)
+
+
+def test_counts_of_an_evaluation_are_written(tmp_path: Path) -> None:
+    """A line for each place in a block, and a picture of all."""
+    results = [
+        {
+            "drafter": name,
+            "temperature": 0.0,
+            "prompts": kind,
+            "tokens_per_target_step": 1.5,
+            "acceptance_per_position": [0.5, 0.25],
+            "drafted_per_position": [8, 8],
+            "accepted_per_position": [4, 2],
+        }
+        for name in ("ngram", "block")
+        for kind in evaluate_drafters.KINDS
+    ]
+    evaluate_drafters.write_csv(tmp_path / "a.csv", results)
+    lines = (tmp_path / "a.csv").read_text().splitlines()
+    assert lines[0].split(",")[-3:] == ["position", "drafted", "accepted"]
+    assert lines[1:3] == ["ngram,0.000,chat,1.500,1,8,4", "ngram,0.000,chat,1.500,2,8,2"]
+    assert len(lines) == 1 + 2 * len(results)
+    evaluate_drafters.draw(tmp_path / "a.png", results)
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    assert len(set(CHATS)) == len(set(BEGINNINGS)) == 50
