@@ -17,13 +17,15 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from time import perf_counter
 from typing import TextIO
 
 import torch
 import torch.distributed as dist
 from display import Display, open_display, print_summary
-from drafters import ModelDrafter
+from draft_models import DraftWeights
+from drafters import BlockDrafter, ModelDrafter, load_block
 from grammar import Grammar
 from llama import Batch, Llama, load_llama
 from meter import Meter
@@ -47,6 +49,10 @@ from dtensor_sample import (
 )
 from dtensor_sample.exchange import EXCHANGES
 
+TRAINED = {
+    kind: Path(__file__).with_name("trained") / f"{kind}.safetensors" for kind in ("draft", "block")
+}
+"""Drafters for the default model, see docs/drafters.md."""
 # A rank that hangs ends the others after this, unless it may be compiling.
 TIMEOUT, COMPILE_TIMEOUT = timedelta(seconds=30), timedelta(minutes=10)
 
@@ -78,12 +84,14 @@ def main() -> None:
                 "--compare needs texts without grammar, penalties and --min-tokens: what is kept "
                 "for those lies where one exchange has it"
             )
-        draft_checkpoint = None
-        if args.draft_model is not None:
-            draft_checkpoint = open_checkpoint(args.draft_model)
-            check_draft_model(draft_checkpoint, checkpoint, longest)
+        learnt = None
+        if args.speculate in TRAINED:
+            learnt = open_drafter(args.speculate, args.draft_model, checkpoint)
+            check_drafter(learnt, checkpoint, longest, args.num_speculative_tokens)
             if args.compare and not greedy:
-                raise ValueError("--compare needs --temperature 0 with --speculate draft")
+                raise ValueError(
+                    f"--compare needs --temperature 0 with --speculate {args.speculate}"
+                )
     except ValueError as error:
         sys.exit(f"decode.py: error: {error}")
 
@@ -114,8 +122,10 @@ def main() -> None:
         state = make_state(args.num_speculative_tokens)
         sampler = RejectionSampler(state, method=args.method, compile=args.compile)
         drafter = NgramDrafter()
-        if draft_checkpoint is not None:
-            drafter = ModelDrafter(load(draft_checkpoint), state)
+        if isinstance(learnt, DraftWeights) and learnt.kind == "block":
+            drafter = load_block(learnt, model, checkpoint, state, max_length=longest)
+        elif learnt is not None:
+            drafter = ModelDrafter(load(learnt), state)
     settings = {
         "mesh": mesh,
         "max_new_tokens": args.max_new_tokens,
@@ -154,10 +164,10 @@ def main() -> None:
         told = [logprob for request in requests for logprob in request.logprobs]
         figures["perplexity"] = math.exp(-sum(told) / len(told))
     if drafter is not None:
-        if isinstance(drafter, ModelDrafter):
+        if isinstance(drafter, ModelDrafter | BlockDrafter):
             figures["wire_bytes"] += drafter.wire_bytes
         figures["speculation"] = {
-            "drafter": args.speculate if draft_checkpoint is None else draft_checkpoint.name,
+            "drafter": args.speculate if learnt is None else learnt.name,
             "num_speculative_tokens": args.num_speculative_tokens,
             "method": args.method,
             **meter.speculation(),
@@ -329,7 +339,26 @@ def compare_texts(requests: Sequence[Request], plain: Sequence[Request]) -> None
             )
 
 
-def check_draft_model(draft: Checkpoint, target: Checkpoint, longest: int) -> None:
+def open_drafter(kind: str, path: Path | None, target: Checkpoint) -> Checkpoint | DraftWeights:
+    """What drafts: the file of that kind that lies beside this program, or the model at `path`.
+
+    Raises:
+        ValueError: there is no model, or one that cannot draft for `target` in this way.
+    """
+    path = TRAINED[kind] if path is None else path
+    if path.suffix == ".safetensors":
+        weights = DraftWeights(path, target)
+        if weights.kind != kind:
+            raise ValueError(f"{path} is for --speculate {weights.kind}, got {kind}")
+        return weights
+    if kind == "block":
+        raise ValueError(f"--speculate block needs a .safetensors file, got {path}")
+    return open_checkpoint(path)
+
+
+def check_drafter(
+    draft: Checkpoint | DraftWeights, target: Checkpoint, longest: int, num_drafts: int
+) -> None:
     """Raise ValueError unless `draft` can draft for `target` in texts of `longest` tokens."""
     if draft.config.vocab_size != target.config.vocab_size:
         raise ValueError(
@@ -340,6 +369,12 @@ def check_draft_model(draft: Checkpoint, target: Checkpoint, longest: int) -> No
         raise ValueError(
             f"the draft model must have a context of {longest} tokens, those of the longest text, "
             f"got {draft.config.max_positions}"
+        )
+    most = draft.settings.get("K") if isinstance(draft, DraftWeights) else None
+    if most is not None and num_drafts > most:
+        raise ValueError(
+            f"--num-speculative-tokens must be at most {most} with --speculate block, "
+            f"got {num_drafts}"
         )
 
 

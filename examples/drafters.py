@@ -1,8 +1,13 @@
-"""Drafts from a second model."""
+"""Drafts from a second model, or from what the target itself computed."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+from draft_models import BlockModel, DraftWeights, build, rotary_pair
 from llama import Batch, Llama
+from torch import Tensor, nn
+from weights import Checkpoint
 
 from dtensor_sample import BatchSharder, DraftSampler, SamplingState
 
@@ -58,3 +63,133 @@ class ModelDrafter:
                     drafts[i].append(token_id)
         self._num_cached.update(zip(slots, zip(requests, cached, strict=True), strict=True))
         return drafts, [request.params.greedy for request in requests]
+
+
+class BlockDrafter:
+    """Drafts a block in one pass of a small model that reads hidden states of the target.
+
+    Whenever the target runs, hooks take what some of its layers put out, and keep the keys and
+    values that the small model makes of it. They are of every token that the target has seen, of
+    drafts too; those that were refused, the next step overwrites. The token emitted last has not
+    been seen: it begins the block. The small model is the same on every rank, as what it reads is;
+    logits come from the target's lm_head, sharded over the vocabulary.
+
+    Args:
+        target: whose features `model` reads; tensor-parallel as it may be.
+        model: on the target's device, in its dtype.
+        embedding_VH: the target's whole embedding, anywhere.
+        state: of the sampler.
+        max_length: tokens of the longest text.
+
+    Shapes: N rows of a step of the target, B requests, S slots, L tokens of a text, C of them in
+    the window, K queries; H hidden size, G key-value heads, D head size, r rank of the Markov head.
+    """
+
+    def __init__(
+        self,
+        target: Llama,
+        model: BlockModel,
+        embedding_VH: Tensor,
+        state: SamplingState,
+        *,
+        max_length: int,
+    ) -> None:
+        self.wire_bytes = 0
+        """Bytes that drawing drafts has made this rank send so far."""
+        self._target, self._model, self._state = target, model.eval().requires_grad_(False), state
+        self._sharder, self._sampler = BatchSharder(state), DraftSampler(state)
+        weight = model.project.weight
+        with torch.inference_mode():
+            self._markov_Vr = torch.cat(
+                [model.markov(part.to(weight)) for part in embedding_VH.split(4096)]
+            )
+        S, config = state.max_num_reqs, model.config
+        shape = S, max_length, config.num_kv_heads, config.head_dim
+        self._keys = [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in model.layers]
+        self._context_SLH = weight.new_zeros(S, max_length, config.hidden_size)
+        self._outputs: list[Tensor] = []
+        layers = list(target.layers)
+        for index in model.features:
+            layers[index].register_forward_hook(self._take)
+        target.register_forward_hook(self._remember)
+
+    def propose(
+        self, slots: Sequence[int], token_ids: Sequence[Sequence[int]], limits: Sequence[int]
+    ) -> tuple[list[list[int]], list[bool]]:
+        drafts: list[list[int]] = [[] for _ in slots]
+        begun = [i for i, limit in enumerate(limits) if limit > 0]
+        if begun:
+            hidden_BKH = self._hidden([slots[i] for i in begun], [token_ids[i] for i in begun])
+        row = {i: b for b, i in enumerate(begun)}
+        for step in range(max(limits, default=0)):
+            live = [i for i in begun if len(drafts[i]) == step < limits[i]]
+            if not live:
+                break
+            before = torch.tensor([[*token_ids[i], *drafts[i]][-1] for i in live])
+            rows = torch.tensor([row[i] for i in live])
+            hidden_BH = hidden_BKH[rows, step] + self._model.markov_up(self._markov_Vr[before])
+            plan = self._sharder.plan([slots[i] for i in live])
+            logits = self._target.lm_head(plan.select(hidden_BH))
+            drawn = self._sampler(logits, plan, step=step).tolist()
+            self.wire_bytes += plan.cost(logits.dtype).wire_bytes
+            for i, token_id in zip(live, drawn, strict=True):
+                if token_id >= 0:
+                    drafts[i].append(token_id)
+        return drafts, [self._state.request(slot).params.greedy for slot in slots]
+
+    def _hidden(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> Tensor:
+        """[B, K, H] hidden states of the blocks that begin with the last tokens."""
+        model, device = self._model, self._context_SLH.device
+        last_B, anchor_B, slot_B = (
+            torch.tensor(x, device=device)
+            for x in ([ids[-1] for ids in token_ids], [len(ids) - 1 for ids in token_ids], slots)
+        )
+        C = min(model.window, max(len(ids) - 1 for ids in token_ids))
+        x_BKH = model.queries(self._target.embed(last_B), self._context_SLH[slot_B, anchor_B - 1])
+        place_BC = anchor_B[:, None] - C + torch.arange(C, device=device)
+        own_KK = torch.ones(model.K, model.K, dtype=torch.bool, device=device).tril()
+        mask_B1KX = torch.cat(
+            [
+                (place_BC >= 0)[:, None].expand(-1, model.K, -1),
+                own_KK.expand(len(slots), -1, -1),
+            ],
+            -1,
+        ).unsqueeze(1)
+        rotary = rotary_pair(anchor_B[:, None] + torch.arange(model.K, device=device), model.config)
+        where = slot_B[:, None], place_BC.clamp(min=0)
+        for layer, (k_SLGD, v_SLGD) in zip(model.layers, self._keys, strict=True):
+            x_BKH = layer(x_BKH, rotary, context=(k_SLGD[where], v_SLGD[where]), mask=mask_B1KX)
+        hidden_BKH: Tensor = model.norm(x_BKH)
+        return hidden_BKH
+
+    def _take(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self._outputs.append(output)
+
+    def _remember(self, module: nn.Module, args: tuple[Batch], output: Tensor) -> None:
+        """Keep what the small model makes of the target's features in this step."""
+        (batch,), model = args, self._model
+        context_NH = model.context(torch.cat(self._outputs, -1))
+        self._outputs.clear()
+        where = batch.slots_N, batch.positions_N
+        self._context_SLH[where] = context_NH
+        rotary = rotary_pair(batch.positions_N, model.config)
+        for layer, kept in zip(model.layers, self._keys, strict=True):
+            for cache_SLGD, new_NGD in zip(kept, layer.keys(context_NH, rotary), strict=True):  # type: ignore[operator]
+                cache_SLGD[where] = new_NGD
+
+
+def load_block(
+    weights: DraftWeights,
+    target: Llama,
+    checkpoint: Checkpoint,
+    state: SamplingState,
+    *,
+    max_length: int,
+) -> BlockDrafter:
+    """A block drafter for `target`, which `checkpoint` was read into."""
+    model = build(weights)
+    assert isinstance(model, BlockModel)
+    embedding_VH = checkpoint.read("model.embed_tokens.weight")
+    own = target.embed.weight
+    model.to(own.device, own.dtype)
+    return BlockDrafter(target, model, embedding_VH.to(own.device), state, max_length=max_length)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dtensor_sample.exchange import EXCHANGES
 
-DRAFTERS = ("ngram", "draft")
+DRAFTERS = ("ngram", "draft", "block")
 METHODS = ("standard", "block")
 
 
@@ -142,14 +142,16 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--speculate",
         choices=DRAFTERS,
-        help="decode speculatively, with drafts from the text itself (ngram) or from a second "
-        "model (draft): fewer steps of the model, the same distribution of texts",
+        help="decode speculatively, with drafts from the text itself (ngram), from a second model "
+        "(draft), or from a small one that reads the model's hidden states (block): fewer steps of "
+        "the model, the same distribution of texts",
     )
     add(
         "--draft-model",
         type=Path,
         metavar="PATH",
-        help="what --speculate draft drafts with: as --model, of the same vocabulary",
+        help="what --speculate draft or block drafts with: a file that train_drafters.py wrote or, "
+        "for draft, as --model, of the same vocabulary (default: those of the default model)",
     )
     add(
         "--num-speculative-tokens",
@@ -191,8 +193,11 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--stop must not be empty")
     if args.json_schema is not None and args.regex is not None:
         parser.error("--json-schema and --regex exclude each other")
-    if (args.speculate == "draft") != (args.draft_model is not None):
-        parser.error("--speculate draft and --draft-model need each other")
+    learnt = args.speculate in ("draft", "block")
+    if args.draft_model is not None and not learnt:
+        parser.error("--draft-model needs --speculate draft or block")
+    if args.draft_model is None and learnt and args.model is not None:
+        parser.error(f"--speculate {args.speculate} needs --draft-model for another --model")
     for name in ("num_speculative_tokens", "method"):
         if getattr(args, name) is not None and args.speculate is None:
             parser.error(f"--{name.replace('_', '-')} needs --speculate")

@@ -823,12 +823,23 @@ def test_options_of_speculation_need_it(
     assert f"{arguments.split()[0]} needs --speculate" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", ["--speculate draft", "--draft-model x --speculate ngram"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--draft-model x --speculate ngram", "--draft-model needs --speculate draft or block"),
+        ("--draft-model x", "--draft-model needs --speculate draft or block"),
+        ("--model x --speculate draft", "--speculate draft needs --draft-model for another"),
+        ("--model x --speculate block", "--speculate block needs --draft-model for another"),
+    ],
+)
 def test_a_draft_model_and_its_use_need_each_other(
-    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert error_of(*arguments.split(), monkeypatch=monkeypatch) == "2"
-    assert "--speculate draft and --draft-model need each other" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_models_of_other_kinds_are_refused(tmp_path: Path, small_path: Path) -> None:
