@@ -8,7 +8,6 @@ were drawn, what is emitted follows p, jointly over requests.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from fractions import Fraction as F
 from functools import cache, partial, reduce
 from typing import Any
@@ -605,7 +604,7 @@ def refusals(mesh) -> tuple[dict[str, str], list[int]]:
     drafts, sure = counts[:, None].expand(3, 2), torch.ones(3, 2, device=device)
     hidden = torch.zeros(9, 7, device=device)
     plain, plan = sharder.plan([0, 1, 2], [3] * 3), sharder.plan([0, 1, 2], [3] * 3, budget=2)
-    whole = plan.admit(counts)
+    whole, late = plan.admit(counts), sharder.plan([0, 1, 2], [3] * 3, after=plain)
     logits = shard_vocab(whole.select(hidden), mesh)
     step = GraphedStep(lambda plans, *rows: None, state, capacities=[9])
     padded = torch.zeros_like(step.plan([0]).batch_slots)
@@ -630,9 +629,7 @@ def refusals(mesh) -> tuple[dict[str, str], list[int]]:
         "after, elsewhere": lambda: sharder.plan(
             [0], exchange="vocab", after=sharder.plan([0], exchange="batch")
         ),
-        "never drafted": lambda: verifier(
-            logits, replace(sharder.plan([0, 1, 2], [3] * 3, after=plain)), drafts
-        ),
+        "never drafted": lambda: verifier(shard_vocab(late.select(hidden), mesh), late, drafts),
         "plans of others": lambda: step((step.plan([0]), step.plan([1]))),
         "admitted before": lambda: step(step.plan([0], [3], budget=1).admit(padded)),
         "no plans": lambda: step(()),
