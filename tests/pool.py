@@ -101,11 +101,18 @@ class World(NamedTuple):
 
 
 def world_params(*specs: str) -> list[Any]:
-    """`"cpu:4"`, ... as pytest params; those on CUDA devices are marked `gpu`."""
-    return [
-        pytest.param(spec, id=spec, marks=[pytest.mark.gpu] if spec.startswith("cuda") else [])
-        for spec in specs
-    ]
+    """`"cpu:4"`, ... as pytest params; those on CUDA devices are marked `gpu`.
+
+    Of several worlds of CPUs the largest finds most; the others are left to the slow suite.
+    """
+    largest = max((World.parse(s).size for s in specs if s.startswith("cpu")), default=0)
+    params = []
+    for spec in specs:
+        smaller = spec.startswith("cpu") and World.parse(spec).size < largest
+        marks = {"gpu": spec.startswith("cuda"), "slow": smaller}
+        names = [name for name, marked in marks.items() if marked]
+        params.append(pytest.param(spec, id=spec, marks=[getattr(pytest.mark, n) for n in names]))
+    return params
 
 
 def worlds(*specs: str) -> pytest.MarkDecorator:

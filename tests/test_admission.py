@@ -572,7 +572,12 @@ def life(mesh, exchange: str, method: str, steps: int) -> tuple[int, int]:
 @worlds(*FEW_WORLDS)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("exchange", "method"), [("batch", "block"), ("vocab", "standard"), ("replicate", "block")]
+    ("exchange", "method"),
+    [
+        ("batch", "block"),
+        pytest.param("vocab", "standard", marks=pytest.mark.slow),
+        pytest.param("replicate", "block", marks=pytest.mark.slow),
+    ],
 )
 def test_a_life_in_graphs(ranks, exchange, method):
     """Catches a budget, counts, rows or kept drafts that a graph has frozen, and padding admitted.

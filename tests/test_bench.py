@@ -177,6 +177,7 @@ def test_percentiles():
     assert bench.spread(range(99))["us_99"] is None
 
 
+@pytest.mark.slow
 def test_figures_are_drawn(tmp_path, monkeypatch):
     """Catches figures that earlier files can no longer be drawn as, and lines that are left out."""
     pytest.importorskip("matplotlib", reason="figures need the extra `examples`")

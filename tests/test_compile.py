@@ -64,6 +64,7 @@ def check(
 MANY_SIZES = [7, 0, 1, 2, 3, SIZE, *np.random.default_rng(1).integers(0, SIZE + 1, 94).tolist()]
 
 
+@pytest.mark.slow
 @worlds("cpu:2", "cuda:2")
 def test_few_compilations(ranks):
     """Catches a compilation for each batch size or mixture of features, and a graph break.

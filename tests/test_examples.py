@@ -949,6 +949,7 @@ def check_told(request: dict[str, Any]) -> None:
         assert dict(top).get(token_id, logprob) == logprob <= most
 
 
+@pytest.mark.slow
 @worlds("cpu:1")
 def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> None:
     """One object on stdout; all exchanges agree; the tokens are those of a single rank."""

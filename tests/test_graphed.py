@@ -142,7 +142,9 @@ def life(
 
 @worlds(*FEW_WORLDS)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("edited", [False, True], ids=["plain", "edited"])
+@pytest.mark.parametrize(
+    "edited", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "edited"]
+)
 @pytest.mark.parametrize(
     ("exchange", "method"), [("batch", "block"), ("vocab", "standard"), ("replicate", "block")]
 )
@@ -159,6 +161,7 @@ def test_a_life_in_graphs(ranks, exchange, method, edited):
     assert (results[0][1] > 10) == (ranks.device_type == "cuda")
 
 
+@pytest.mark.slow
 @worlds(*FEW_WORLDS)
 @pytest.mark.parametrize(("exchange", "method"), [("batch", "standard"), ("vocab", "block")])
 def test_a_life_in_graphs_that_tell(ranks, exchange, method):

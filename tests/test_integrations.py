@@ -55,7 +55,7 @@ def transformers_texts(
 
 
 @worlds("cpu:2")
-@pytest.mark.parametrize("tp_plan", ["colwise", "auto"])
+@pytest.mark.parametrize("tp_plan", [pytest.param("colwise", marks=pytest.mark.slow), "auto"])
 def test_transformers_text_equals_generate(
     ranks: Ranks, small: tuple[Path, Any], tp_plan: str
 ) -> None:

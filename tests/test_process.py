@@ -63,6 +63,7 @@ def test_engines_with_drafts(ranks, exchange, method):
     check(ranks, script, exchange)
 
 
+@pytest.mark.slow
 @worlds(*FEW_WORLDS)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_engines_that_admit_drafts(ranks, exchange):

@@ -392,7 +392,7 @@ SHAPES: list[tuple[int, int, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    "shape", [0, 2, 4, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 3, 5, 6))]
+    "shape", [2, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, 1, 3, 4, 5, 6))]
 )
 def test_random_models(shape):
     """Catches any bias, and filters, biases or penalties that are not applied to p or to q."""
@@ -404,6 +404,7 @@ def test_random_models(shape):
             assert oracle.total_variation(law, wanted) < 1e-12
 
 
+@pytest.mark.slow
 def test_block_accepts_no_fewer():
     """Catches block verification that accepts fewer drafts than standard does."""
     models = [random_model(200 + i, 2, 2, SamplingParams(seed=0)) for i in range(100)]

@@ -42,7 +42,10 @@ def test_scripts_are_worth_testing():
     assert sum(-1 not in block for block in blocks) > 20
 
 
-@pytest.mark.parametrize(("exchange", "loop"), WAYS)
+@pytest.mark.parametrize(
+    ("exchange", "loop"),
+    [WAYS[0], WAYS[2], *(pytest.param(*way, marks=pytest.mark.slow) for way in WAYS[1::2])],
+)
 def test_every_batch_size(ranks, exchange, loop):
     """Catches a row, a token before, a draft row or a slot that is another request's."""
     script = Script(2, range(3 * ranks.size + 2), padding=1)
@@ -71,13 +74,19 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+FAST_KINDS = ("fewer ids than ranks", "candidates", "edited", "fewer ids")
+
+
 @lru_cache
 def script_of(kind: str) -> Script:
     return Script(3 + list(KINDS).index(kind), (5, 1, 6), **KINDS[kind])
 
 
 @worlds(*FEW_WORLDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in FAST_KINDS else pytest.mark.slow) for kind in KINDS],
+)
 def test_every_kind(ranks, kind):
     """Catches a bias, candidates or a map of ids that is right in some layouts only."""
     script = script_of(kind)
@@ -86,7 +95,7 @@ def test_every_kind(ranks, kind):
 
 
 @worlds("cpu:2", "cpu:4", "cuda:2")
-@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("padding", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_sharded_factors(ranks, padding):
     """Catches columns of w2 that are added to other columns of the logits."""
     script = Script(20, (5, 2, 9, 1, 6), padding=padding)

@@ -92,9 +92,16 @@ def life(mesh, exchange: str, loop: str, steps: int, edited: bool) -> int:
 
 @worlds("cpu:1", "cpu:4", "cuda:1", "cuda:2")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("edited", [False, True], ids=["plain", "edited"])
 @pytest.mark.parametrize(
-    ("exchange", "loop"), [("batch", "sharded"), ("batch", "replicated"), ("vocab", "auto")]
+    "edited", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "edited"]
+)
+@pytest.mark.parametrize(
+    ("exchange", "loop"),
+    [
+        ("batch", "sharded"),
+        pytest.param("batch", "replicated", marks=pytest.mark.slow),
+        pytest.param("vocab", "auto", marks=pytest.mark.slow),
+    ],
 )
 def test_a_life_in_graphs(ranks, exchange, loop, edited):
     """Catches what a graph has frozen: tokens before, owners, the places of rows in the cache.

@@ -376,6 +376,7 @@ def decode_with(
     return results
 
 
+@pytest.mark.slow
 @worlds("cpu:1", "cpu:2", "cuda:1")
 def test_drafters_change_no_greedy_text(ranks: Ranks, small_path: Path, tmp_path: Path) -> None:
     """Greedy texts are those without drafts; random ones are of the same length on all ranks."""
