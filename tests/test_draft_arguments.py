@@ -96,6 +96,19 @@ def drawn_alone(bench: Any) -> Any:
     return before
 
 
+def drawn_elsewhere(bench: Any) -> Any:
+    """A plan to draft and one to verify after it; but another one drafted.
+
+    By that one slots 0 and 1 have each other's owners, and the same blocks of their caches.
+    """
+    plan, other = bench.plan(), bench.plan([1, 0, 2])
+    assert plan.draft_blocks[0] == other.draft_blocks[1]
+    assert (plan.owners[0], other.owners[1]) == (0, 1)
+    after = bench.plan(rows=[2] * 3, after=plan)
+    bench.draft(other)
+    return plan, after
+
+
 def out_of_room(bench: Any) -> Any:
     """A plan that expects the first rank to have room, and drafts that fill it."""
     room = -(-SLOTS // bench.mesh.size())
@@ -283,6 +296,16 @@ MANY = {
     "draft plan older than drafts": (
         lambda b: (b.plan(), b.draft(b.plan([1])))[0],
         lambda b, plan: b.draft(plan),
+        ("plan", "slot 0", "rank 0", "after"),
+    ),
+    "plan of other owners": (
+        drawn_elsewhere,
+        lambda b, plans: b.verify(plan=plans[1]),
+        ("plan", "slot 0", "by rank 1", "owner is rank 0", "after"),
+    ),
+    "draft plan of other owners": (
+        drawn_elsewhere,
+        lambda b, plans: b.draft(plans[0], 1),
         ("plan", "slot 0", "rank 0", "after"),
     ),
     "no room": (

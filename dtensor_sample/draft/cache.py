@@ -122,7 +122,8 @@ class DraftCache:
                 self._check_exchange(plan.exchange)
             # A plan that came first was promised at least as many drafts as it can judge.
             known = 0 if kept is None else min(kept.steps, steps) if plan.promised else kept.steps
-            if kept is None or (kept.block, known) != (block, steps):
+            place = self._holder(owner, plan.exchange), block
+            if kept is None or (kept.owner, kept.block, known) != (*place, steps):
                 found = "none are kept" if kept is None else f"{kept.steps} are kept"
                 raise ValueError(
                     f"plan must be made after the drafts of slot {slot} were drawn: {found}, by "
@@ -165,7 +166,8 @@ class DraftCache:
                     f"drawn, got {step}"
                 )
             free = block >= 0 and (not self._free or block in self._free[holder])
-            if wanted and not (free if kept is None else kept.block == block):
+            same = kept is not None and (kept.owner, kept.block) == (holder, block)
+            if wanted and not (free if kept is None else same):
                 raise ValueError(
                     f"plan must be made after other drafts were drawn: its owner of slot {slot}, "
                     f"rank {owner}, has no room for more, or none where the plan looked"
