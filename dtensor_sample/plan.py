@@ -296,7 +296,7 @@ class ShardPlan:
             travel.
 
         Raises:
-            ValueError: too few rows, or another placement.
+            ValueError: too few rows, another placement, or another device.
         """
         self._check_admitted()
         shape = check.instance("hidden", hidden, Tensor).shape
@@ -307,6 +307,8 @@ class ShardPlan:
                 "hidden must have shape [N, H] or [N, K, H] with "
                 f"N >= {self.num_hidden_rows}, got {list(shape)}"
             )
+        if hidden.device != self.packed.device:
+            raise ValueError(f"hidden must lie on {self.packed.device}, got {hidden.device}")
         if not isinstance(hidden, DTensor):
             return hidden.index_select(0, self.logits_indices)
         mesh, axis = hidden.device_mesh, self.state.axis

@@ -263,6 +263,10 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         ("query_start_loc[1]", str(2**70)),
     ),
     "plan: no hidden rows": (lambda b: b.plan().select(b.nothing), ("hidden", "None", "Tensor")),
+    "plan: hidden rows elsewhere": (
+        lambda b: b.plan().select(torch.zeros(3, 4, device="meta")),
+        ("hidden", "lie on", "meta"),
+    ),
     "plan: too few hidden rows": (
         lambda b: b.plan().select(b.full[:1]),
         ("hidden", "[1, 10]", "N >= 3"),

@@ -194,7 +194,15 @@ CASES: dict[str, tuple[Callable[[Bench], object], tuple[str, ...]]] = {
     ),
     "hidden dtype": (
         lambda b: b.draft(hidden=b.hidden(b.sharder.plan(range(4))).long()),
-        ("hidden", "floating", "int64"),
+        ("hidden", "float32", "int64"),
+    ),
+    "hidden of double precision": (
+        lambda b: b.draft(hidden=b.hidden(b.sharder.plan(range(4))).double()),
+        ("hidden", "float32", "float64"),
+    ),
+    "hidden elsewhere": (
+        lambda b: b.draft(hidden=b.hidden(b.sharder.plan(range(4))).to("meta")),
+        ("hidden", "on c", "on meta"),
     ),
     "sharded hidden": (
         lambda b: b.draft(hidden=shard_vocab(b.hidden(b.sharder.plan(range(4))), b.mesh)),

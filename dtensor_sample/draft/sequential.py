@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_sample import check, ops
 from dtensor_sample.exchange import Axis, Logits, exchange_of
+from dtensor_sample.layout import DTYPES
 from dtensor_sample.ops.largest import TOP_P_ONE
 from dtensor_sample.ops.markov import MOST_FACTORS
 from dtensor_sample.params import CANDIDATES, Filters, RowParams
@@ -232,8 +233,9 @@ class SequentialDraftSampler:
             plan: of one row a request. Positions do not advance: all drafts of a block are keyed
                 by the position of its first token and by their step.
             last_token_ids: [B] ids, the last token of each request so far.
-            hidden: [num_rows, K, H], what the logits were computed from, plain or a DTensor
-                Replicate(); needed, and only then, if the head tells confidences.
+            hidden: [num_rows, K, H], what the logits were computed from, of a dtype that logits may
+                have, plain or a DTensor Replicate(); needed, and only then, if the head tells
+                confidences.
 
         Returns:
             A named tuple of token_ids [B, K] and confidences [B, K] or None.
@@ -401,11 +403,7 @@ class SequentialDraftSampler:
                 raise ValueError(f"hidden must be Replicate(), got {hidden.placements}")
             hidden = hidden.to_local()
         shape = (plan.num_rows, self.K, len(weight_H))
-        if hidden.shape != shape or not hidden.is_floating_point():
-            raise ValueError(
-                f"hidden must be floating point of shape {list(shape)}, got {hidden.dtype} of "
-                f"shape {list(hidden.shape)}"
-            )
+        check.on_device("hidden", hidden, shape, DTYPES, self.state.device)
         return hidden
 
 
