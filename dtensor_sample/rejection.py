@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from dtensor_sample import check, ops
+from dtensor_sample.compiled import compiled
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.ops import ONE
 from dtensor_sample.output import SamplerOutput
@@ -282,8 +283,7 @@ class RejectionSampler:
             raise ValueError("state must have num_speculative_tokens >= 1 to verify drafts, got 0")
         self.state, self.method = state, method
         self.compiled = check.instance("compile", compile, bool)
-        compiled = torch.compile(verify, fullgraph=True, dynamic=True)
-        self._verify = profiled("verify")(compiled) if compile else verify
+        self._verify = compiled("verify", verify) if compile else verify
 
     def __call__(
         self,

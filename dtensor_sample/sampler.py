@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dtensor_sample import check, ops
+from dtensor_sample.compiled import compiled
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams
@@ -38,8 +39,7 @@ class Sampler:
     def __init__(self, state: SamplingState, *, compile: bool = False) -> None:
         self.state = check.instance("state", state, SamplingState)
         self.compiled = check.instance("compile", compile, bool)
-        compiled = torch.compile(draw, fullgraph=True, dynamic=True)
-        self._draw = profiled("draw")(compiled) if compile else draw
+        self._draw = compiled("draw", draw) if compile else draw
 
     def __call__(
         self, logits: Tensor, plan: ShardPlan, *, mask: TokenBitmask | None = None

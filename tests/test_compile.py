@@ -156,6 +156,22 @@ def test_compiled_verification(ranks):
 
 @pytest.mark.slow
 @worlds("cpu:2", "cuda:2")
+@pytest.mark.timeout(300)
+def test_sizes_that_are_equal_by_chance(ranks):
+    """Catches a rank that compiles again alone, while the others wait for it in a collective.
+
+    The second rank has as many columns as the first step has drafts, and one more.
+    """
+    kind = ("vocab", "standard", "eager", torch.bfloat16)
+    step = random_speculation(109, 9, 37, 3)
+    assert sum(request.k for request in step.requests) + 1 == 37 // ranks.size
+    ranks.run(forget_compilations)
+    assert check_verified(ranks, [9], *kind) == 1
+    assert check_verified(ranks, [9, 11], *kind, True) == 0
+
+
+@pytest.mark.slow
+@worlds("cpu:2", "cuda:2")
 @pytest.mark.timeout(600)
 def test_compiled_verification_of_every_kind(ranks):
     """The same for each exchange and method, and in generated code."""

@@ -1,0 +1,33 @@
+"""Parts of a step under torch.compile: variants that serve all sizes, the same on every rank."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.fx.experimental import _config
+
+from dtensor_sample.profile import profiled
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def compiled(name: str, function: Callable[P, T]) -> Callable[P, T]:
+    """`function` under torch.compile, in the range `name`, with each size a symbol of its own.
+
+    The compiler would take sizes to be one that are equal when it first meets them, such as the
+    columns of a shard and the drafts of a step. Shards differ by a column: a rank on which they are
+    equal by chance would compile again, alone, when they no longer are, and the others would wait
+    for it within a collective, maybe for longer than that may take.
+    """
+    run = torch.compile(function, fullgraph=True, dynamic=True)
+
+    @wraps(function)
+    def run_any_size(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():  # by the options of who compiles it
+            return run(*args, **kwargs)
+        with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]  # made on import
+            return run(*args, **kwargs)
+
+    return profiled(name)(run_any_size)
