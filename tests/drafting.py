@@ -4,7 +4,7 @@ A script is a list of events that all ranks play, and beside it the oracle's ans
 their parameters and what they have said so far are those of `tests.processing`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from dtensor_sample import (
     BatchSharder,
+    GraphedStep,
     RejectionSampler,
     SamplingParams,
     SamplingState,
@@ -39,6 +40,10 @@ class Step:
     target: torch.Tensor
     """[B * (K + 1), V + padding]."""
     owners: str
+    rows: list[int]
+    """[B] rows of each request, at most."""
+    budget: int | None = None
+    """How many drafts are verified at most, those likeliest to be accepted; None: all."""
 
 
 class Script:
@@ -59,11 +64,14 @@ class Script:
         edited: bool = False,
         greedy: bool = False,
         w1: float = 1.0,
+        budgets: bool = False,
+        method: str = "block",
     ) -> None:
         self.rng = rng = np.random.default_rng(seed)
         self.V, self.D, self.K = V, D or V, K
         self.dtype, self.padding, self.candidates = dtype, padding, candidates
         self.edited, self.greedy, self.slots = edited, greedy, max(sizes, default=0) + 2
+        self.budgets, self.method = budgets, method
         self.map = None if D is None else rng.permutation(V)[:D].tolist()
 
         def numbers(*shape: int) -> np.ndarray:
@@ -112,10 +120,14 @@ class Script:
             hidden=torch.from_numpy(rng.normal(0, 1, (size, K, H))).bfloat16(),
             target=self.logits(size * (K + 1), self.V),
             owners=str(rng.choice(OWNERS)),
+            rows=[K + 1] * size,
         )
+        if self.budgets:
+            step.rows = rng.integers(1, K + 2, size).tolist() if rng.random() < 0.4 else step.rows
+            step.budget = int(rng.choice([size // 2, size, size, size * K // 2, 0, 10**6]))
         if rng.random() < 0.3 and size:
             step.base[0, K // 2] = torch.nan  # ends the block
-        told, drafts, verified = [], [], []
+        told, drafts, drawn_from, targets = [], [], [], []
         for i, slot in enumerate(slots):
             live = self.live[slot]
             ids, rows, stored, chances = self.drafted(step, i)
@@ -127,8 +139,18 @@ class Script:
                 noise = torch.from_numpy(rng.normal(0, 0.3, near.shape).astype(np.float32))
                 target[:K, : self.V] = (near + noise).to(self.dtype)
             text = [x if x >= 0 else 0 for x in ids]
-            p = [live.row(x, self.V, text[:j]) for j, x in enumerate(target)]
-            verified.append(oracle.verify(p, ids, rows, live.params, method="block", **live.where))
+            targets.append([live.row(x, self.V, text[:j]) for j, x in enumerate(target)])
+            drawn_from.append(rows)
+        counts = [K] * size
+        if step.budget is not None:
+            limits = [n - 1 for n in step.rows]
+            counts = oracle.admitted(told, drafts, limits, step.budget, self.V)
+        verified = []
+        for slot, count, p, ids, q in zip(slots, counts, targets, drafts, drawn_from, strict=True):
+            live = self.live[slot]
+            p, ids, q = p[: count + 1], ids[:count], q[:count]
+            how: dict[str, Any] = {"method": self.method, **live.where}
+            verified.append(oracle.verify(p, ids, q, live.params, **how))
             live.output += verified[-1].tokens
         J = K + 1
         self.events.append(("step", step))
@@ -141,6 +163,7 @@ class Script:
                 "num_nans": [a.num_nans for a in verified],
                 "failed": [a.failed for a in verified],
                 "confidences": told,
+                "counts": counts,
             }
         )
 
@@ -212,7 +235,16 @@ def play(
     """What the steps of a script give on one rank; with `poison`, what is not written is NaN."""
     state = state_of(mesh, script, exchange)
     drafter = sampler_of(mesh, script, state, loop, sharded=sharded)
-    verifier, results = RejectionSampler(state), []
+    verifier, results = RejectionSampler(state, method=script.method), []
+    for step in steps_of(script, state):
+        if poison and state.drafts.logits_MSw is not None:
+            state.drafts.logits_MSw.fill_(torch.nan)
+        results.append(run_step(mesh, state, drafter, verifier, step))
+    return results
+
+
+def steps_of(script: Script, state: SamplingState) -> Iterator[Step]:
+    """The steps of a script, between which requests of the state come and go."""
     for name, what in script.events:
         if name == "add":
             slot, params, prompt = what
@@ -220,10 +252,38 @@ def play(
         elif name == "remove":
             state.remove(what)
         else:
-            if poison and state.drafts.logits_MSw is not None:
-                state.drafts.logits_MSw.fill_(torch.nan)
-            results.append(run_step(mesh, state, drafter, verifier, what))
-    return results
+            yield what
+
+
+def play_graphed(
+    mesh, script: Script, exchange: str, capacities: list[int]
+) -> tuple[list[dict[str, Any]], int]:
+    """The same in one function of two plans, as graphs where there are; and how many there were."""
+    state, K, results = state_of(mesh, script, exchange), script.K, []
+    drafter = sampler_of(mesh, script, state, "auto")
+    verifier = RejectionSampler(state, method=script.method)
+
+    def run(plans, base, hidden, last, target) -> dict[str, Any]:
+        drafting, plan = plans
+        logits = shard_vocab(drafting.select(base), mesh)
+        drafts, confidences = drafter(logits, drafting, last, drafting.select(hidden))
+        plan = plan.admit(plan.best_first(confidences, drafts))
+        rows = target[plan.hidden_requests, plan.hidden_offsets]
+        output = verifier(shard_vocab(plan.select(rows), mesh), plan, drafts)
+        told = {"drafts": drafts, "confidences": confidences, "counts": plan.counts}
+        return {name: getattr(output, name) for name in OUTPUTS} | told
+
+    graphed = GraphedStep(run, state, capacities=capacities)
+    for step in steps_of(script, state):
+        drafting = graphed.plan(step.slots)
+        plan = graphed.plan(step.slots, step.rows, budget=step.budget, after=drafting)
+        target = step.target.unflatten(0, (-1, K + 1)) if step.slots else step.target[:, None]
+        given = step.base, step.hidden, torch.tensor(step.last, dtype=torch.int64), target
+        result = graphed((drafting, plan), *(x.to(mesh.device_type) for x in given))
+        results.append({name: x.tolist() for name, x in result.items()})
+    count = len(graphed._graphs)
+    graphed.close()
+    return results, count
 
 
 def begun(mesh, script: Script, exchange: str) -> tuple[SamplingState, Step]:
@@ -246,8 +306,16 @@ def run_step(mesh, state, drafter, verifier, step: Step) -> dict[str, Any]:
     sharder = BatchSharder(state, owners=step.owners)
     K = state.num_speculative_tokens
     drafts, confidences = draft(mesh, drafter, step, sharder.plan(step.slots))
-    plan = sharder.plan(step.slots, [K + 1] * len(step.slots))
-    logits = shard_vocab(plan.select(step.target.to(mesh.device_type)), mesh)
-    output = verifier(logits, plan, drafts)
+    plan = sharder.plan(step.slots, step.rows, budget=step.budget)
+    rows, counts = step.target.to(mesh.device_type), [K] * len(step.slots)
+    if step.budget is not None:
+        plan = plan.admit(plan.best_first(confidences, drafts))
+        assert plan.counts is not None
+        rows, counts = (
+            rows[plan.hidden_requests * (K + 1) + plan.hidden_offsets],
+            plan.counts.tolist(),
+        )
+    output = verifier(shard_vocab(plan.select(rows), mesh), plan, drafts)
     result: dict[str, Any] = {name: getattr(output, name).tolist() for name in OUTPUTS}
-    return result | {"drafts": drafts.tolist(), "confidences": confidences.tolist()}
+    told = {"drafts": drafts.tolist(), "confidences": confidences.tolist(), "counts": counts}
+    return result | told
