@@ -222,9 +222,7 @@ class ShardPlan:
 
         As attention over packed sequences wants to know; the last is how many rows there are.
         """
-        self._check_admitted()
-        assert self.counts is not None
-        rows_L = self._lanes().rows(self.counts)
+        rows_L = self._admitted_rows()
         return torch.nn.functional.pad(rows_L.cumsum(0), (1, 0))
 
     @property
@@ -245,10 +243,9 @@ class ShardPlan:
 
     @cached_property
     def _hidden_rows(self) -> tuple[Tensor, Tensor]:
-        self._check_admitted()
+        rows_L = self._admitted_rows()
         if self.exchange.name != "batch":  # all rows are here, in the same order
             return self.row_requests, self.row_offsets
-        rows_L = self.hidden_starts.diff()
         every_1L = torch.arange(len(rows_L), device=rows_L.device)[None]
         found = locate(rows_L, every_1L, self.num_hidden_rows)
         return found.request_HC[0], found.offset_HC[0]
@@ -257,6 +254,13 @@ class ShardPlan:
         if self.budget is None:
             raise ValueError("plan must be made with a budget to admit drafts, got None")
         return Lanes.unpacked(self.lanes, len(self.batch_slots))
+
+    def _admitted_rows(self) -> Tensor:
+        """[B] int64 rows of each request, now that its drafts were admitted."""
+        lanes = self._lanes()
+        self._check_admitted()
+        assert self.counts is not None
+        return lanes.rows(self.counts)
 
     def _check_admitted(self) -> None:
         if self.budget is not None and self.counts is None:

@@ -627,6 +627,8 @@ def refusals(mesh) -> tuple[dict[str, str], list[int]]:
         "drafts as lists": lambda: plan.best_first(sure, [[0]] * 3),  # type: ignore[arg-type]
         "select": lambda: plan.select(hidden),
         "hidden rows": lambda: plan.hidden_requests,
+        "no budget, hidden rows": lambda: sharder.plan([0], exchange="vocab").hidden_offsets,
+        "no budget, hidden starts": lambda: plain.hidden_starts,
         "verify": lambda: verifier(logits, plan, drafts),
         "sample": lambda: Sampler(state)(logits, whole),
         "after nothing": lambda: sharder.plan([0], after=3),  # type: ignore[arg-type]
@@ -665,6 +667,8 @@ REFUSED = {
     "drafts as lists": "draft_token_ids must be a plain tensor, got list",
     "select": "plan must be given its drafts by plan.admit",
     "hidden rows": "plan must be given its drafts by plan.admit",
+    "no budget, hidden rows": "plan must be made with a budget to admit drafts, got None",
+    "no budget, hidden starts": "plan must be made with a budget to admit drafts, got None",
     "verify": "plan must be given its drafts by plan.admit, since it has a budget of 2",
     "sample": "plan must have at most 1 rows a request for this sampler, got 3",
     "after nothing": "after must be a ShardPlan, got int",

@@ -282,6 +282,9 @@ def bound(mesh) -> list[str]:
     )
     drafter = bench.built(sharded_w2(bench))
     said.append(outcome(lambda: drafter(wide, bench.sharder.plan(range(4)), [1] * 4)))
+    one = torch.tensor(1.0, device=mesh.device_type)
+    nothing = outcome(lambda: drafter(one, bench.sharder.plan(range(4)), [1] * 4))
+    assert "ValueError: logits must be a DTensor, got Tensor" in nothing, nothing
     # "auto" goes where the factors lie, or may not go.
     for head, id_map in ((sharded_w2(bench), None), (bench.head(), ids_D)):
         state = other_state(bench, num_speculative_tokens=K)

@@ -364,9 +364,10 @@ class SequentialDraftSampler:
             raise ValueError(
                 f'exchange must be "vocab" with a w2 that is sharded, got "{plan.exchange.name}"'
             )
+        shape = getattr(draft_logits, "shape", ()) or (0,)
         widths = [
             -(-columns // self.state.axis.size)
-            for columns in (self.head.draft_vocab_size, getattr(draft_logits, "shape", (0,))[-1])
+            for columns in (self.head.draft_vocab_size, shape[-1])
         ]
         if widths[0] != widths[1]:
             raise ValueError(
