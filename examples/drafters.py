@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from weights import Checkpoint
 
 from dtensor_sample import BatchSharder, DraftSampler, SamplingState
+from dtensor_sample.draft.sequential import MarkovHead, SequentialDraftSampler
 
 
 class ModelDrafter:
@@ -72,12 +73,14 @@ class BlockDrafter:
     values that the small model makes of it. They are of every token that the target has seen, of
     drafts too; those that were refused, the next step overwrites. The token emitted last has not
     been seen: it begins the block. The small model is the same on every rank, as what it reads is;
-    logits come from the target's lm_head, sharded over the vocabulary.
+    logits of all positions come from one run of the target's lm_head, sharded over the vocabulary,
+    and owners draw the block from them, each token with the bias of the one before.
 
     Args:
         target: whose features `model` reads; tensor-parallel as it may be.
         model: on the target's device, in its dtype.
         embedding_VH: the target's whole embedding, anywhere.
+        lm_head_VH: the weight of its lm_head, whole too.
         state: of the sampler.
         max_length: tokens of the longest text.
 
@@ -90,6 +93,7 @@ class BlockDrafter:
         target: Llama,
         model: BlockModel,
         embedding_VH: Tensor,
+        lm_head_VH: Tensor,
         state: SamplingState,
         *,
         max_length: int,
@@ -97,12 +101,12 @@ class BlockDrafter:
         self.wire_bytes = 0
         """Bytes that drawing drafts has made this rank send so far."""
         self._target, self._model, self._state = target, model.eval().requires_grad_(False), state
-        self._sharder, self._sampler = BatchSharder(state), DraftSampler(state)
         weight = model.project.weight
         with torch.inference_mode():
-            self._markov_Vr = torch.cat(
-                [model.markov(part.to(weight)) for part in embedding_VH.split(4096)]
-            )
+            w1_Vr = torch.cat([model.markov(part.to(weight)) for part in embedding_VH.split(4096)])
+            w2_rV = model.markov_up.weight.T @ lm_head_VH.to(weight).T
+            head = MarkovHead(w1_Vr, w2_rV)
+        self._sharder, self._sampler = BatchSharder(state), SequentialDraftSampler(state, head)
         S, config = state.max_num_reqs, model.config
         shape = S, max_length, config.num_kv_heads, config.head_dim
         self._keys = [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in model.layers]
@@ -117,25 +121,19 @@ class BlockDrafter:
         self, slots: Sequence[int], token_ids: Sequence[Sequence[int]], limits: Sequence[int]
     ) -> tuple[list[list[int]], list[bool]]:
         drafts: list[list[int]] = [[] for _ in slots]
+        greedy = [self._state.request(slot).params.greedy for slot in slots]
         begun = [i for i, limit in enumerate(limits) if limit > 0]
-        if begun:
-            hidden_BKH = self._hidden([slots[i] for i in begun], [token_ids[i] for i in begun])
-        row = {i: b for b, i in enumerate(begun)}
-        for step in range(max(limits, default=0)):
-            live = [i for i in begun if len(drafts[i]) == step < limits[i]]
-            if not live:
-                break
-            before = torch.tensor([[*token_ids[i], *drafts[i]][-1] for i in live])
-            rows = torch.tensor([row[i] for i in live])
-            hidden_BH = hidden_BKH[rows, step] + self._model.markov_up(self._markov_Vr[before])
-            plan = self._sharder.plan([slots[i] for i in live])
-            logits = self._target.lm_head(plan.select(hidden_BH))
-            drawn = self._sampler(logits, plan, step=step).tolist()
-            self.wire_bytes += plan.cost(logits.dtype).wire_bytes
-            for i, token_id in zip(live, drawn, strict=True):
-                if token_id >= 0:
-                    drafts[i].append(token_id)
-        return drafts, [self._state.request(slot).params.greedy for slot in slots]
+        if not begun:
+            return drafts, greedy
+        own_slots, texts = [slots[i] for i in begun], [token_ids[i] for i in begun]
+        plan = self._sharder.plan(own_slots)
+        K = self._state.num_speculative_tokens
+        logits = self._target.lm_head(plan.select(self._hidden(own_slots, texts)[:, :K]))
+        drawn, _ = self._sampler(logits, plan, [ids[-1] for ids in texts])
+        self.wire_bytes += plan.cost(logits.dtype).wire_bytes * K
+        for i, ids in zip(begun, drawn.tolist(), strict=True):
+            drafts[i] = [token_id for token_id in ids[: limits[i]] if token_id >= 0]
+        return drafts, greedy
 
     def _hidden(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> Tensor:
         """[B, K, H] hidden states of the blocks that begin with the last tokens."""
@@ -189,7 +187,10 @@ def load_block(
     """A block drafter for `target`, which `checkpoint` was read into."""
     model = build(weights)
     assert isinstance(model, BlockModel)
-    embedding_VH = checkpoint.read("model.embed_tokens.weight")
     own = target.embed.weight
+    embedding_VH = checkpoint.read("model.embed_tokens.weight")
     model.to(own.device, own.dtype)
-    return BlockDrafter(target, model, embedding_VH.to(own.device), state, max_length=max_length)
+    lm_head_VH = embedding_VH
+    if not checkpoint.config.tied_embeddings:
+        lm_head_VH = checkpoint.read("lm_head.weight")
+    return BlockDrafter(target, model, embedding_VH, lm_head_VH, state, max_length=max_length)

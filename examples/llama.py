@@ -385,9 +385,10 @@ class VocabLogits(ParallelStyle):
         V = shard_weight(module, device_mesh, dim=0).shape[0]
 
         def wrap(module: nn.Module, args: Any, output: Tensor) -> DTensor:
-            shape, stride = torch.Size((len(output), V)), (V, 1)
+            shape = torch.Size((*output.shape[:-1], V))
+            stride, last = torch.empty(shape, device="meta").stride(), Shard(output.ndim - 1)
             return DTensor.from_local(
-                output, device_mesh, [Shard(1)], run_check=False, shape=shape, stride=stride
+                output, device_mesh, [last], run_check=False, shape=shape, stride=stride
             )
 
         module.register_forward_hook(wrap)

@@ -377,7 +377,7 @@ def decode_with(
 
 
 @pytest.mark.slow
-@worlds("cpu:1", "cpu:2", "cuda:1")
+@worlds("cpu:1", "cpu:2", "cpu:4", "cuda:1")
 def test_drafters_change_no_greedy_text(ranks: Ranks, small_path: Path, tmp_path: Path) -> None:
     """Greedy texts are those without drafts; random ones are of the same length on all ranks."""
     checkpoint = open_checkpoint(small_path)
