@@ -172,7 +172,8 @@ def filters_of(params: Sequence[SamplingParams]) -> Filters:
     """The filters that at least one of `params` needs (min-p costs nothing and is always on)."""
     drawn = [p for p in params if not p.greedy]
     filtered = [p.top_k for p in drawn if p.top_k > 0 or p.top_p < 1]
-    enough = [size for size in CANDIDATES if 0 < min(filtered, default=0) <= max(filtered) <= size]
+    known = len(filtered) > 0 and min(filtered) > 0
+    enough = [size for size in CANDIDATES if known and max(filtered) <= size]
     return Filters(
         top_k=any(p.top_k > 0 for p in drawn),
         top_p=any(p.top_p < 1 for p in drawn),

@@ -9,6 +9,7 @@ Shapes: S sequences at a time, T tokens of each, N rows, H hidden size, V vocabu
 heads, R query heads for each, X = R + 2.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -211,8 +212,6 @@ class Agreement(torch.autograd.Function):
     overlap of p and q, and whether their likeliest tokens are the same.
     """
 
-    pieces: Callable[..., Any]
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -231,11 +230,12 @@ class Agreement(torch.autograd.Function):
         )
         share_N = weight_N / weight_N.sum()
         mix = torch.tensor([ce, tv], device=hidden_NH.device)
+        pieces = compiled_pieces() if head_VH.is_cuda else agreement_pieces
         with torch.autocast(hidden_NH.device.type, enabled=False):
             for begin in range(0, len(hidden_NH), rows):
                 part = slice(begin, begin + rows)
                 q_nV, p_nV = (x[part].to(head_VH.dtype) @ head_VH.T for x in (hidden_NH, target_NH))
-                gradient_nV, *told = Agreement.pieces(q_nV, p_nV, mix)
+                gradient_nV, *told = pieces(q_nV, p_nV, mix)
                 loss_N[part], overlap_N[part], same_N[part] = told
                 gradient_NH[part] = (gradient_nV @ head_VH) * share_N[part, None]
         ctx.save_for_backward(gradient_NH)
@@ -263,21 +263,10 @@ def agreement_pieces(q_nV: Tensor, p_nV: Tensor, mix: Tensor) -> tuple[Tensor, .
     return gradient_nV.to(dtype), loss_n, overlap_n, same_n.float()
 
 
-@torch.no_grad()
-def choose_pieces(head_VH: Tensor, rows: int) -> str:
-    """Compile the arithmetic of the loss if that works here; say what is used."""
-    Agreement.pieces = staticmethod(agreement_pieces)
-    if not head_VH.is_cuda:
-        return "eager"
-    try:
-        compiled = torch.compile(agreement_pieces, dynamic=False)
-        logits_nV = head_VH.new_zeros(rows, len(head_VH))
-        compiled(logits_nV, logits_nV, torch.ones(2, device=head_VH.device))
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"eager, as compiling failed: {error!r:.200}"
-    Agreement.pieces = staticmethod(compiled)
-    return "compiled"
+@functools.cache
+def compiled_pieces() -> Callable[..., tuple[Tensor, ...]]:
+    """The same in one kernel or two, for GPUs."""
+    return torch.compile(agreement_pieces, dynamic=False)
 
 
 @dataclass(kw_only=True)
@@ -321,7 +310,6 @@ class Trainer:
         features = model.features if isinstance(model, BlockModel) else ()
         self.teacher = Teacher(target, features)
         self.embed_VH, self.head_VH = target.embed.weight, target.lm_head.weight
-        say(f"loss: {choose_pieces(self.head_VH, recipe.rows)}")
         matrices = [p for name, p in model.named_parameters() if _by_muon(name, p)]
         others = [p for name, p in model.named_parameters() if not _by_muon(name, p)]
         self.optimizers: list[torch.optim.Optimizer] = []

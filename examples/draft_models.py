@@ -34,14 +34,14 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        H, I, D = config.hidden_size, config.intermediate_size, config.head_dim  # noqa: E741
+        H, D, units = config.hidden_size, config.head_dim, config.intermediate_size
         queries, keys = config.num_heads * D, config.num_kv_heads * D
-        self.head_dim, self.heads_per_group, self.num_units = D, config.heads_per_group, I
+        self.head_dim, self.heads_per_group, self.num_units = D, config.heads_per_group, units
         self.input_layernorm = nn.RMSNorm(H, eps=config.norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(H, eps=config.norm_eps)
         attention = {"q_proj": (H, queries), "k_proj": (H, keys), "v_proj": (H, keys)}
         attention["o_proj"] = (queries, H)
-        mlp = {"gate_proj": (H, I), "up_proj": (H, I), "down_proj": (I, H)}
+        mlp = {"gate_proj": (H, units), "up_proj": (H, units), "down_proj": (units, H)}
 
         def linears(sizes: dict[str, tuple[int, int]]) -> nn.ModuleDict:
             return nn.ModuleDict({k: nn.Linear(*size, bias=False) for k, size in sizes.items()})
@@ -130,8 +130,8 @@ class DraftModel(nn.Module):
             tied_embeddings=True,
         )
         model = cls(config)
-        for layer, index in zip(model.layers, layers, strict=True):
-            layer.copy(target, index)  # type: ignore[operator]
+        for layer, index in zip(decoder_layers(model), layers, strict=True):
+            layer.copy(target, index)
         model.norm.weight.data.copy_(target.read("model.norm.weight"))
         return model
 
@@ -205,8 +205,8 @@ class BlockModel(nn.Module):
         """Begin with some layers of the target."""
         config = replace(target.config, num_layers=len(layers), intermediate_size=units)
         model = cls(config, features=features, K=K, window=window, rank=rank)
-        for layer, index in zip(model.layers, layers, strict=True):
-            layer.copy(target, index)  # type: ignore[operator]
+        for layer, index in zip(decoder_layers(model), layers, strict=True):
+            layer.copy(target, index)
         model.norm.weight.data.copy_(target.read("model.norm.weight"))
         return model
 
@@ -246,8 +246,8 @@ class BlockModel(nn.Module):
         rotary_Q = rotary_pair(positions_Q.flatten(), self.config)
         mask = self.visible(anchors_A, len(positions_T))
         x_BQH = x_BAKH.flatten(1, 2)
-        for layer in self.layers:
-            context = layer.keys(context_BTH, rotary_T)  # type: ignore[operator]
+        for layer in decoder_layers(self):
+            context = layer.keys(context_BTH, rotary_T)
             x_BQH = layer(x_BQH, rotary_Q, context=context, mask=mask)
         hidden_BAKH: Tensor = self.norm(x_BQH).unflatten(1, (-1, self.K))
         return hidden_BAKH
@@ -274,6 +274,11 @@ class BlockModel(nn.Module):
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take what `tensors` gave."""
         self.load_state_dict(tensors)
+
+
+def decoder_layers(model: "DraftModel | BlockModel") -> list[DecoderLayer]:
+    """The layers of a drafter, as what they are."""
+    return [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
 
 
 def rotate(x_BTGD: Tensor, rotary: Pair) -> Tensor:
@@ -340,7 +345,7 @@ class DraftWeights:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of the drafter's own."""
-        names = (name for name in self._file.keys() if not name.endswith(".scale"))  # noqa: SIM118
+        names = (name for name in list(self._file.keys()) if not name.endswith(".scale"))
         return {name: self.read(name).float() for name in names}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from draft_models import BlockModel, DraftWeights, build, rotary_pair
+from draft_models import BlockModel, DraftWeights, build, decoder_layers, rotary_pair
 from llama import Batch, Llama
 from torch import Tensor, nn
 from weights import Checkpoint
@@ -155,7 +155,7 @@ class BlockDrafter:
         ).unsqueeze(1)
         rotary = rotary_pair(anchor_B[:, None] + torch.arange(model.K, device=device), model.config)
         where = slot_B[:, None], place_BC.clamp(min=0)
-        for layer, (k_SLGD, v_SLGD) in zip(model.layers, self._keys, strict=True):
+        for layer, (k_SLGD, v_SLGD) in zip(decoder_layers(model), self._keys, strict=True):
             x_BKH = layer(x_BKH, rotary, context=(k_SLGD[where], v_SLGD[where]), mask=mask_B1KX)
         hidden_BKH: Tensor = model.norm(x_BKH)
         return hidden_BKH
@@ -171,8 +171,8 @@ class BlockDrafter:
         where = batch.slots_N, batch.positions_N
         self._context_SLH[where] = context_NH
         rotary = rotary_pair(batch.positions_N, model.config)
-        for layer, kept in zip(model.layers, self._keys, strict=True):
-            for cache_SLGD, new_NGD in zip(kept, layer.keys(context_NH, rotary), strict=True):  # type: ignore[operator]
+        for layer, kept in zip(decoder_layers(model), self._keys, strict=True):
+            for cache_SLGD, new_NGD in zip(kept, layer.keys(context_NH, rotary), strict=True):
                 cache_SLGD[where] = new_NGD
 
 
