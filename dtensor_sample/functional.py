@@ -99,7 +99,8 @@ def sample(
     chunk = -(-rows // ranks)
     rows_P = [max(0, min(chunk, rows - rank * chunk)) for rank in range(ranks)]
     if chosen.name == "batch" and torch.compiler.is_compiling():
-        # To a compiler, ranks without rows or with one would be cases of their own.
+        # To a compiler, ranks without rows or with one would be cases of their own, and so would
+        # rows that owners share evenly: hence a copy of the shard, which samplers of plans spare.
         rows_P = [chunk] * ranks
         short = chunk * ranks - rows
         local_Tv, table_T6 = (pad(x, (0, 0, 0, short)) for x in (local_Tv, table_T6))

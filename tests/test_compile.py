@@ -197,11 +197,13 @@ def test_compiled_tokens_of_many_sizes(ranks):
         assert check(ranks, exchange, MANY_SIZES, "inductor") <= 4, exchange
 
 
-def compiled_samples(mesh, exchange: str, sizes: list[int]) -> tuple[list[list[int]], int]:
+def compiled_samples(
+    mesh, exchange: str, sizes: list[int], dynamic: bool | None
+) -> tuple[list[list[int]], int]:
     """Tokens of one compiled stateless call over many batch sizes, and its compilations."""
     call = partial(sample, params=SamplingParams(top_k=9, top_p=0.9), exchange=exchange)
     logits, found = random_batch(5, SIZE, 101).logits.to(mesh.device_type), []
-    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=dynamic)
     before = counters["stats"]["unique_graphs"]
     for size in sizes:
         rows = shard_vocab(logits[:size], mesh)
@@ -213,11 +215,14 @@ def compiled_samples(mesh, exchange: str, sizes: list[int]) -> tuple[list[list[i
 @pytest.mark.slow
 @worlds("cpu:1", "cpu:4", "cuda:2")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("exchange", ["batch", "vocab", "replicate"])
-def test_a_compiled_call_of_many_sizes(ranks, exchange):
+@pytest.mark.parametrize(
+    ("exchange", "dynamic"),
+    [("batch", None), ("batch", True), ("vocab", None), ("replicate", None)],
+)
+def test_a_compiled_call_of_many_sizes(ranks, exchange, dynamic):
     """Catches a number of rows that is a constant of the graph."""
     ranks.run(forget_compilations)
     sizes = [*range(2, 24), SIZE, 1, 40]
-    results = ranks.run(compiled_samples, exchange, sizes, timeout=150)
+    results = ranks.run(compiled_samples, exchange, sizes, dynamic, timeout=150)
     assert results == [results[0]] * ranks.size
     assert results[0][1] <= 4
