@@ -18,16 +18,16 @@ import importlib.util
 import itertools
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import bench_drafts
 import torch
 import torch.distributed as dist
-from bench_report import Record, about, join, markdown, percentile, show, slowest, write
-from bench_ways import Way, check, ways
+from bench_report import Record, about, join, markdown, show, write
+from bench_timing import timings
+from bench_ways import check, ways
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -152,31 +152,6 @@ def make_logits(
     return sharded(local_Tv), [sharded(local_Bv) for local_Bv in near]
 
 
-def host_us(step: Callable[[], Tensor], device: str) -> float | None:
-    """Microseconds until a step has been asked for, of the slowest rank, not waiting for a GPU."""
-    if device == "cpu":
-        return None  # where nothing else is timed
-    times = []
-    for _ in range(10):
-        begin = time.perf_counter()
-        step()
-        times.append((time.perf_counter() - begin) * 1e6)
-        torch.cuda.synchronize()
-    return slowest([statistics.median(times)], device)[0]
-
-
-def extra_mib(way: Way, device: str) -> float | None:
-    """Memory that a way takes beyond the logits that it was given, at most."""
-    if device == "cpu":
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    way.step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before + way.kept_bytes) / 2**20
-
-
 def bytes_per_us(device: str) -> float:
     """What a copy of much memory reads and writes."""
     source = torch.empty(2**30 if device == "cuda" else 2**27, dtype=torch.uint8, device=device)
@@ -201,26 +176,14 @@ def measure(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[dict[str, An
                 print(f"V={V} K={K} rows={rows} filters={filters}", file=sys.stderr, flush=True)
             check(mesh, target, K, drafts, FILTERS[filters])
             found = dict(ways(mesh, target, K, drafts, FILTERS[filters]))
-            host = {name: host_us(way.step, device) for name, way in found.items()}
-            extra = {name: extra_mib(way, device) for name, way in found.items()}
-            timers = {name: timer(way.step, device) for name, way in found.items()}
-            times: dict[str, list[float]] = {name: [] for name in found}
-            for _ in range(args.rounds):
-                for name, run in timers.items():
-                    times[name] += slowest([run()], device)
-            timers.clear()  # graphs hold collectives: they must go before the group does
-            for name, us in times.items():
-                median = statistics.median(us)
-                host_time, mib = host[name], extra[name]
+            for name, timed in timings(found, args.rounds, device):
                 yield {
                     "rows": rows,
                     "filters": filters,
                     "way": name,
-                    **spread(us),
-                    "ratio": round(median * speed / nbytes, 1),
-                    "gb_per_s": round(nbytes / median / 1e3, 1),
-                    "host_us": None if host_time is None else round(host_time),
-                    "extra_mib": None if mib is None else round(mib, 1),
+                    **timed,
+                    "ratio": round(timed["us"] * speed / nbytes, 1),
+                    "gb_per_s": round(nbytes / timed["us"] / 1e3, 1),
                     "ranks": mesh.size(),
                     "vocab": V,
                     "dtype": args.dtype,
@@ -228,18 +191,6 @@ def measure(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[dict[str, An
                     "drafts": args.drafts if K else None,
                     "candidates": filters_of([FILTERS[filters]]).candidates,
                 }
-
-
-def spread(us: Sequence[float]) -> dict[str, float | None]:
-    """Median and percentiles; the 99th, if there are enough of them."""
-    tenths = statistics.quantiles(us, n=10, method="inclusive")
-    last = round(percentile(us, 99), 1) if len(us) >= 100 else None
-    return {
-        "us": round(tenths[4], 1),
-        "us_20": round(tenths[1], 1),
-        "us_80": round(tenths[7], 1),
-        "us_99": last,
-    }
 
 
 def report(records: Sequence[Record], args: argparse.Namespace, mesh: DeviceMesh) -> str:
@@ -321,7 +272,7 @@ def main() -> None:
     columns, made = COLUMNS, measure(mesh, args)
     if args.draft_loop:
         columns = bench_drafts.COLUMNS
-        made = bench_drafts.measure(mesh, args, FILTERS, host_us, extra_mib, spread)
+        made = bench_drafts.measure(mesh, args, FILTERS)
     with torch.inference_mode():
         for record in made:
             records.append(record)

@@ -8,12 +8,12 @@ import functools
 import itertools
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from bench_report import slowest
-from bench_ways import Way, gather, pick, probabilities
+from bench_timing import timings
+from bench_ways import Way, gather, pick, probabilities, state_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,11 +21,9 @@ from torch.distributed.tensor import DTensor
 from dtensor_sample import (
     BatchSharder,
     SamplingParams,
-    SamplingState,
     ShardPlan,
     vocab_sharded,
 )
-from dtensor_sample.calibrate import timer
 from dtensor_sample.draft.sequential import MarkovHead, SequentialDraftSampler
 
 LOOPS = {
@@ -74,16 +72,7 @@ def own_loop(
 ) -> Way:
     """What this library does under one exchange."""
     B, K, V = base_BKV.shape
-    state = SamplingState(
-        mesh,
-        vocab_size=V,
-        max_num_reqs=B,
-        num_speculative_tokens=K,
-        seed=1,
-        exchange=exchange,
-    )
-    for slot in range(B):
-        state.add(slot, params)
+    state = state_of(mesh, exchange, V, B, K, params)
     drafter = SequentialDraftSampler(state, MarkovHead(w1_Vr, w2_rV), loop=loop)
     # With owners by position, rows in batch order are rows in the plan's order but for padding.
     plan = BatchSharder(state, owners="position").plan(range(B))
@@ -126,12 +115,7 @@ def check(
 
 
 def measure(
-    mesh: DeviceMesh,
-    args: Namespace,
-    filters: dict[str, SamplingParams],
-    host_us: Callable[..., float | None],
-    extra_mib: Callable[..., float | None],
-    spread: Callable[..., dict[str, float | None]],
+    mesh: DeviceMesh, args: Namespace, filters: dict[str, SamplingParams]
 ) -> Iterator[dict[str, Any]]:
     """One record for each vocabulary, number of drafts and of requests, filters and way."""
     device, dtype, r = mesh.device_type, getattr(torch, args.dtype), args.factors
@@ -143,24 +127,13 @@ def measure(
             given = (mesh, base_BKV, w1_Vr, w2_rV, filters[kind])
             check(*given)
             found = dict(loops(*given))
-            host = {name: host_us(way.step, device) for name, way in found.items()}
-            extra = {name: extra_mib(way, device) for name, way in found.items()}
-            timers = {name: timer(way.step, device) for name, way in found.items()}
-            times: dict[str, list[float]] = {name: [] for name in found}
-            for _ in range(args.rounds):
-                for name, run in timers.items():
-                    times[name] += slowest([run()], device)
-            timers.clear()  # graphs hold collectives: they must go before the group does
-            for name, us in times.items():
-                host_time, mib = host[name], extra[name]
+            for name, timed in timings(found, args.rounds, device):
                 yield {
                     "requests": B,
                     "k": K,
                     "filters": kind,
                     "way": name,
-                    **spread(us),
-                    "host_us": None if host_time is None else round(host_time),
-                    "extra_mib": None if mib is None else round(mib, 1),
+                    **timed,
                     "ranks": mesh.size(),
                     "vocab": V,
                     "factors": r,

@@ -58,6 +58,23 @@ def ways(
         yield "gather + FlashInfer", Way(functools.partial(flashinfer, target_TV, params))
 
 
+def state_of(
+    mesh: DeviceMesh, exchange: str, V: int, B: int, K: int, params: SamplingParams
+) -> SamplingState:
+    """A state of B equal requests."""
+    state = SamplingState(
+        mesh,
+        vocab_size=V,
+        max_num_reqs=B,
+        num_speculative_tokens=K,
+        seed=1,
+        exchange=exchange,
+    )
+    for slot in range(B):
+        state.add(slot, params)
+    return state
+
+
 def own_way(
     mesh: DeviceMesh,
     exchange: str,
@@ -69,16 +86,7 @@ def own_way(
     """What this library does under one exchange."""
     T, V = target_TV.shape
     B = T // (K + 1)
-    state = SamplingState(
-        mesh,
-        vocab_size=V,
-        max_num_reqs=B,
-        num_speculative_tokens=K,
-        seed=1,
-        exchange=exchange,
-    )
-    for slot in range(B):
-        state.add(slot, params)
+    state = state_of(mesh, exchange, V, B, K, params)
 
     def make(rows: int) -> ShardPlan:
         return sharder.plan(range(B), [rows] * B, positions=[0] * B)
