@@ -54,13 +54,18 @@ class _Inputs:
             self.tensors = [
                 torch.zeros((lanes, *t.shape[1:]), dtype=t.dtype, device=device) for t in tensors
             ]
+        self.filled = [0] * len(tensors)
+        """Rows of each that a step gave and that none has cleared."""
 
     def fill(self, plans: Sequence[ShardPlan], tensors: Sequence[Tensor]) -> None:
-        """Write them."""
+        """Write them; rows beyond those given are zeros, not what an earlier step gave."""
         for indices, plan in zip(self.indices, plans, strict=True):
             indices.fill(plan)
-        for here, given in zip(self.tensors, tensors, strict=True):
+        for i, (here, given) in enumerate(zip(self.tensors, tensors, strict=True)):
             here[: len(given)].copy_(given, non_blocking=True)
+            if len(given) < self.filled[i]:
+                here[len(given) : self.filled[i]].zero_()
+            self.filled[i] = len(given)
 
     def arguments(self, plans: Sequence[ShardPlan], several: bool) -> tuple[Any, ...]:
         """What `fn` is called with."""
@@ -168,7 +173,8 @@ class GraphedStep:
             plan: of this object's `plan`; or some of the same requests, in the order of use, the
                 later ones made `after` the first.
             tensors: plain tensors for `fn`, each of at most as many rows as the padded plan has
-                requests, `len(plan.batch_slots)`. They are copied to where graphs read them.
+                requests, `len(plan.batch_slots)`. They are copied to where graphs read them; rows
+                that are not given are zeros.
 
         Returns:
             What `fn` returns, for the B requests of the plan. The next step may overwrite it.

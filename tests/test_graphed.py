@@ -268,6 +268,24 @@ def test_refusals(ranks):
     assert min(tokens) >= 0
 
 
+def rows_seen(mesh) -> list[list[float]]:
+    """What a step sees of a tensor whose rows become fewer, then more."""
+    step = GraphedStep(lambda plan, x: x + 0, state_of(mesh), capacities=[4])
+    seen = [
+        step(step.plan([0, 1, 2, 3]), torch.ones(count, device=mesh.device_type)).tolist()
+        for count in (4, 4, 2, 1, 3)
+    ]
+    step.close()
+    return seen
+
+
+@worlds("cpu:1", "cuda:1")
+def test_rows_that_are_not_given_are_zeros(ranks):
+    """Catches rows of an earlier step, of another request maybe, that a graph still reads."""
+    (seen,) = ranks.run(rows_seen)
+    assert seen == [[1.0] * count + [0.0] * (4 - count) for count in (4, 4, 2, 1, 3)]
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("fn", 3), ("state", None), ("capacities", []), ("capacities", [0])]
 )
