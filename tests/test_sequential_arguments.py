@@ -95,6 +95,10 @@ CASES: dict[str, tuple[Callable[[Bench], object], tuple[str, ...]]] = {
         lambda b: MarkovHead(ZEROS(3, 1025), ZEROS(1025, 3)),
         ("w1.shape[1]", "[1, 1024]", "1025"),
     ),
+    "w1 NaN": (
+        lambda b: MarkovHead(ZEROS(3, 2) / 0, ZEROS(2, 3)),
+        ("w1", "finite", "NaN"),
+    ),
     "w2 rows": (lambda b: MarkovHead(ZEROS(3, 2), ZEROS(3, 3)), ("w2", "2 rows", "[3, 3]")),
     "w2 placement": (
         lambda b: MarkovHead(ZEROS(3, 2), shard_vocab(ZEROS(2, 3), b.mesh, dim=0)),

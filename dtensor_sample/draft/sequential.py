@@ -454,7 +454,14 @@ def _shape(name: str, tensor: object, ndim: int) -> tuple[int, ...]:
             f"{name} must be a plain floating-point tensor of {ndim} dims, got "
             f"{type(plain).__name__} of {plain.dtype} and shape {list(plain.shape)}"
         )
+    _finite(name, plain)
     return tuple(plain.shape)
+
+
+def _finite(name: str, tensor: Tensor) -> None:
+    """ValueError if a weight is no number: every draft after it would be none."""
+    if not tensor.isfinite().all():
+        raise ValueError(f"{name} must be finite, got NaN or infinities")
 
 
 def _factors(x_NF: Tensor) -> tuple[Tensor, Tensor]:
