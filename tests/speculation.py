@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dtensor_sample import (
     BatchSharder,
@@ -264,3 +265,19 @@ def speculative_output(
     emitted = output.num_sampled.tolist()
     assert advanced == [b + n for b, n in zip(begun, emitted, strict=True)]
     return submitted, output
+
+
+def emitted(engine: Any, steps: int) -> tuple[Tensor, float]:
+    """[B, steps] the first ids that each request emits in so many steps; and ids per step.
+
+    An engine has `context`, an entry for each request, `K`, and `step`, which gives token ids
+    [B, K + 1] and how many of each request.
+    """
+    requests, K = len(engine.context), engine.K
+    ids = torch.full((requests, steps * (K + 1) + K + 1), -1)
+    length, place = torch.zeros(requests, 1, dtype=torch.int64), torch.arange(K + 1)
+    for _ in range(steps):
+        tokens, count = engine.step()
+        ids.scatter_(1, length + place, tokens.cpu())  # what is too much is written over
+        length += count[:, None].cpu()
+    return ids[:, :steps], length.double().mean().item() / steps

@@ -31,7 +31,7 @@ from dtensor_sample.draft.admit import best_first
 from tests import oracle
 from tests.batches import EXCHANGES, OWNERS, shard_vocab
 from tests.pool import FEW_WORLDS, worlds
-from tests.speculation import Speculation, expected, random_speculation, speculative_step
+from tests.speculation import Speculation, emitted, expected, random_speculation, speculative_step
 from tests.test_collectives import KINDS, CollectiveTrace
 from tests.test_distribution import p_value
 from tests.test_draft_collectives import sent_bytes
@@ -227,15 +227,7 @@ class Peeking(Admitting):
 
 def sequences(mesh, kind: type[Engine], *args: Any) -> torch.Tensor:
     """[B, STEPS] the first ids that each request emits in so many steps."""
-    engine = kind(mesh, *args)
-    requests = len(engine.context)
-    ids = torch.full((requests, STEPS * (engine.K + 1) + engine.K + 1), -1)
-    length, place = torch.zeros(requests, 1, dtype=torch.int64), torch.arange(engine.K + 1)
-    for _ in range(STEPS):
-        tokens, count = engine.step()
-        ids.scatter_(1, length + place, tokens.cpu())  # what is too much is written over
-        length += count[:, None].cpu()
-    return ids[:, :STEPS]
+    return emitted(kind(mesh, *args), STEPS)[0]
 
 
 @worlds("cpu:1", "cuda:1")

@@ -18,6 +18,7 @@ from dtensor_sample import (
 from dtensor_sample.random import COIN, DRAFT, RECOVERY, TARGET
 from tests.batches import shard_vocab
 from tests.pool import worlds
+from tests.speculation import emitted
 from tests.test_distribution import p_value
 
 STEPS = 4
@@ -69,15 +70,7 @@ class Engine:
 
 def sequences(mesh, *args: Any) -> tuple[torch.Tensor, float]:
     """[B, STEPS] the first ids that each request emits in so many steps; and ids per step."""
-    engine = Engine(mesh, *args)
-    requests = len(engine.context)
-    ids = torch.full((requests, STEPS * (engine.K + 1) + engine.K + 1), -1)
-    length, place = torch.zeros(requests, 1, dtype=torch.int64), torch.arange(engine.K + 1)
-    for _ in range(STEPS):
-        tokens, count = engine.step()
-        ids.scatter_(1, length + place, tokens.cpu())  # what is too much is written over
-        length += count[:, None].cpu()
-    return ids[:, :STEPS], length.double().mean().item() / STEPS
+    return emitted(Engine(mesh, *args), STEPS)
 
 
 def law(rows: Any) -> np.ndarray:
