@@ -238,7 +238,7 @@ class BatchedParams:
 def refuse_edits(params: Sequence[SamplingParams]) -> None:
     """Raise ValueError if one asks for what is kept of a request from step to step."""
     for i, p in enumerate(params):
-        if p.edited:
+        if p.needs.edited:
             raise ValueError(
                 f"params[{i}] must have no bias, penalty, bad words or min_tokens, which need a "
                 f"SamplingState, got {p}"

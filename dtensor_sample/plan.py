@@ -470,7 +470,7 @@ class ShardPlan:
         )
         method = method or ("block" if self.max_rows_per_request > 1 else None)
         how = (self.state.vocab_size, self.filters, dtype)
-        rounded = self.needs.rounded or bool(self.state.processors)
+        rounded = self.needs.wide or bool(self.state.processors)
         values = torch.float32 if rounded else None
         if method is None:
             cost = cost_of(self.exchange, shape, *how, value_dtype=values)

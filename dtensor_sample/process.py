@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -37,6 +37,22 @@ MOST_WORDS, LONGEST_WORD, MOST_STOPS = 1024, 64, 64
 """Bad words of more than one token, tokens of one, and stop ids that a request may have."""
 _LARGEST = float(np.finfo(np.float32).max)
 _LAST_ID = (1 << 31) - 1
+
+
+class Needs(NamedTuple):
+    """What a request, or any of a batch, asks for: host data."""
+
+    edited: bool
+    """Whether the value of any logit may change."""
+    biased: bool
+    """Whether a bias is kept for every id; bad words of one token are biases of -inf."""
+    counted: bool
+    """Whether every id is counted."""
+
+    @property
+    def wide(self) -> bool:
+        """Whether something as wide as the vocabulary is kept."""
+        return self.biased or self.counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +84,8 @@ class Processing:
     """So many tokens come before any of `stop_token_ids` may."""
     stop_token_ids: Sequence[int] = ()
     """Ids that end a text. Only `min_tokens` uses them here: to stop is up to the caller."""
+    needs: Needs = field(init=False, repr=False, compare=False)
+    """What of this takes work, in short."""
 
     def __post_init__(self) -> None:
         """Normalise and validate every field."""
@@ -94,28 +112,12 @@ class Processing:
                 f"stop_token_ids must be given with min_tokens = {self.min_tokens}, got none"
             )
         put(self, "stop_token_ids", stops)
-
-    @property
-    def biased(self) -> bool:
-        """Whether a bias is kept for every id; bad words of one token are biases of -inf."""
         words = any(len(word) == 1 for word in self.bad_words_ids)
-        return bool(self.logit_bias) or self.allowed_token_ids is not None or words
-
-    @property
-    def counted(self) -> bool:
-        """Whether every id is counted."""
+        biased = bool(self.logit_bias) or self.allowed_token_ids is not None or words
         rates = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
-        return rates != (1, 0, 0)
-
-    @property
-    def wide(self) -> bool:
-        """Whether something as wide as the vocabulary is kept."""
-        return self.biased or self.counted
-
-    @property
-    def edited(self) -> bool:
-        """Whether any value may change."""
-        return self.wide or bool(self.bad_words_ids) or self.min_tokens > 0
+        counted = rates != (1, 0, 0)
+        edited = biased or counted or bool(self.bad_words_ids) or self.min_tokens > 0
+        put(self, "needs", Needs(edited, biased, counted))
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise ValueError if an id is none of the vocabulary's."""
@@ -147,27 +149,13 @@ class Processing:
         return bias_V
 
 
-class Needs(NamedTuple):
-    """What any request of a batch asks for: host data."""
-
-    edited: bool
-    """Whether the value of any logit may change."""
-    biased: bool
-    counted: bool
-
-    @property
-    def rounded(self) -> bool:
-        """Whether values may be other numbers than logits, in float32."""
-        return self.biased or self.counted
-
-
 def needs_of(params: Sequence[Processing], processors: Sequence[Processor]) -> Needs:
     """What some requests ask for; custom processors may do anything."""
-    custom = bool(processors)
+    distinct = {p.needs for p in params}
     return Needs(
-        custom or any(p.edited for p in params),
-        any(p.biased for p in params),
-        any(p.counted for p in params),
+        bool(processors) or any(needs.edited for needs in distinct),
+        any(needs.biased for needs in distinct),
+        any(needs.counted for needs in distinct),
     )
 
 
@@ -496,7 +484,7 @@ class SlotEdits:
         self, slot: int, params: Processing, prompt: Sequence[int], output: Sequence[int]
     ) -> None:
         """Take on a request whose ids are checked."""
-        if params.edited:
+        if params.needs.edited:
             self._kept[slot] = _Kept(params, tuple(prompt), tuple(output))
             self._stale.add(slot)
 
@@ -507,14 +495,8 @@ class SlotEdits:
             if kept.owner is not None:
                 self._free[kept.owner].append(kept.row)
 
-    def pinned(self, slot: int, exchange: str | None) -> int | None:
-        """The rank that must sample a slot, since its wide rows are there; None: any will do."""
-        kept = self._kept.get(slot)
-        batch = exchange == self.exchange == "batch"
-        return kept.owner if batch and kept is not None else None
-
     def owners(self) -> dict[int, int]:
-        """The owner of each slot that is bound to one."""
+        """The rank that must sample each slot that it keeps wide rows of, if one must."""
         if self.exchange != "batch":
             return {}
         return {slot: kept.owner for slot, kept in self._kept.items() if kept.owner is not None}
@@ -524,7 +506,7 @@ class SlotEdits:
         if exchange == self.exchange or self.exchange is None:
             return
         for slot in slots:
-            if slot in self._kept and self._kept[slot].params.wide:
+            if slot in self._kept and self._kept[slot].params.needs.wide:
                 raise ValueError(
                     f'exchange must be "{self.exchange}", under which biases and counts are kept, '
                     f'got "{exchange}" for slot {slot}'
@@ -549,9 +531,9 @@ class SlotEdits:
 
     def settle(self, plan: ShardPlan) -> None:
         """Bind the requests of a plan to their owners, and bring the device up to date."""
-        for slot, owner in zip(plan.slots, plan.owners, strict=True):
+        for slot, owner in zip(plan.slots, plan.owners, strict=True) if self._kept else ():
             kept = self._kept.get(slot)
-            if kept is not None and kept.params.wide and kept.owner is None:
+            if kept is not None and kept.params.needs.wide and kept.owner is None:
                 self._bind(kept, owner, plan.exchange.name)
         self._upload()
 
@@ -646,7 +628,7 @@ class SlotEdits:
         ready, width = [], self._width()
         for slot in sorted(self._stale):
             kept = self._kept.get(slot)
-            if kept is None or not kept.params.wide or (kept.owner is not None and width):
+            if kept is None or not kept.params.needs.wide or (kept.owner is not None and width):
                 ready.append(slot)
         if not ready:
             return
@@ -668,22 +650,22 @@ class SlotEdits:
         holders = self.axis.size if self.exchange == "batch" else 1
         shape, first = (-(-self.num_slots // holders), width), self._first_id()
         with torch.inference_mode(False):  # written by steps inside and outside of it
-            if not self.bias_MW.numel() and any(kept.params.biased for kept in requests):
+            if not self.bias_MW.numel() and any(kept.params.needs.biased for kept in requests):
                 self.bias_MW, self.version = self.bias_MW.new_zeros(shape), self.version + 1
-            if not self.counts_MW.numel() and any(kept.params.counted for kept in requests):
+            if not self.counts_MW.numel() and any(kept.params.needs.counted for kept in requests):
                 self.counts_MW, self.version = self.counts_MW.new_zeros(shape), self.version + 1
         mine = [kept for kept in requests if self._row_here(kept) >= 0]
         rows = self._to_device(np.array([kept.row for kept in mine], dtype=np.int64))
         if self.bias_MW.numel():
             self.bias_MW.index_fill_(0, rows, 0.0)
             for kept in mine:
-                if kept.params.biased:
+                if kept.params.needs.biased:
                     bias_W = kept.params.bias_of_ids(self.vocab_size)[first : first + width]
                     self.bias_MW[kept.row, : len(bias_W)].copy_(self._to_device(bias_W))
         if self.counts_MW.numel():
             self.counts_MW.index_fill_(0, rows, 0)
             for kept in mine:
-                if kept.params.counted:
+                if kept.params.needs.counted:
                     at, count = _counts(kept, first, width)
                     self.counts_MW[kept.row].index_copy_(
                         0, self._to_device(at), self._to_device(count)

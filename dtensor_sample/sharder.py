@@ -7,7 +7,9 @@ shapes and the collectives of a step are the same on every rank.
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from types import NoneType
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +30,8 @@ from dtensor_sample.state import SamplingState
 Array = np.ndarray
 MOST_ROWS = 1 << 24
 """More padding than that is a mistake."""
+MOST_REMEMBERED = 8
+"""Plans of a sharder."""
 POLICIES = ("balanced", "slot", "position")
 
 
@@ -61,7 +65,10 @@ def assign_owners(
         if bound is not None:
             owners.append(bound)
             continue
-        owner = {"slot": slot % ranks, "position": i // chunk}.get(policy, load.index(min(load)))
+        if policy == "balanced":
+            owner = load.index(min(load))
+        else:
+            owner = slot % ranks if policy == "slot" else i // chunk
         if room[owner] <= 0:
             owner = min(range(ranks), key=lambda rank: (room[rank] <= 0, load[rank]))
         load[owner] += count
@@ -93,6 +100,8 @@ class BatchSharder:
         self.owners = check.one_of("owners", owners, POLICIES)
         self.buckets = sorted(check.integers("buckets", buckets, None, 1, MOST_ROWS))
         self.dtype = check_dtype(dtype)
+        self._made: dict[Hashable, ShardPlan] = {}
+        """Latest plans, by all that they follow from."""
 
     @profiled("plan")
     def plan(
@@ -131,17 +140,37 @@ class BatchSharder:
             ValueError: names the argument; on every rank alike, before any collective. The state is
                 unchanged, so the next plan works.
         """
+        given = slots, num_logits, query_start_loc, capacity, exchange, positions, budget, after
         plan = error = None
         try:
-            plan = self._plan(
-                slots, num_logits, query_start_loc, capacity, exchange, positions, budget, after
-            )
+            plan = self._remembered(*given)
         except ValueError as refused:
             error = refused
-        self.state.agree(error, **self._replicated(plan))
+        self.state.agree(error, **(self._replicated(plan) if self.state.debug else {}))
         assert plan is not None
         self.state.upload()
         self.state.slot_edits.settle(plan)
+        return plan
+
+    def _remembered(self, *given: Any) -> ShardPlan:
+        """The plan made of the same before, if there is one: most steps are like the last one."""
+        *lists, capacity, exchange, positions, budget, after = given
+        state, known = self.state, positions is None and after is None
+        # Where drafts lie changes from step to step.
+        if not known or state.drafts.exchange or not all(map(_listed, lists)):
+            return self._plan(*given)
+        parts = [None if x is None else tuple(x) for x in lists]
+        every = itertools.chain(*(part or () for part in parts), (capacity, exchange, budget))
+        if not {int, str, NoneType}.issuperset(map(type, every)):
+            return self._plan(*given)
+        free = state.bound_exchange, state.needs_whole_rows
+        key = *parts, capacity, exchange, budget, free, state.version
+        plan = self._made.get(key)
+        if plan is None:
+            plan = self._plan(*given)
+            if len(self._made) == MOST_REMEMBERED:
+                del self._made[next(iter(self._made))]
+            self._made[key] = plan
         return plan
 
     def _replicated(self, plan: ShardPlan | None) -> dict[str, object]:
@@ -171,12 +200,10 @@ class BatchSharder:
     ) -> ShardPlan:
         state, axis = self.state, self.state.axis
         slots = check.integers("slots", slots_given, None, 0, state.max_num_reqs - 1)
-        seen: set[int] = set()
-        for slot in slots:
-            state.request(slot)
-            if slot in seen:
-                raise ValueError(f"slots must be distinct, got {slot} more than once")
-            seen.add(slot)
+        requests_B = [state.request(slot) for slot in slots]
+        if len(set(slots)) < len(slots):
+            twice = next(slot for i, slot in enumerate(slots) if slot in slots[:i])
+            raise ValueError(f"slots must be distinct, got {twice} more than once")
         B, K = len(slots), state.num_speculative_tokens
         given = [1] * B if num_logits is None else num_logits
         rows = check.integers("num_logits", given, B, 1, K + 1)
@@ -184,7 +211,7 @@ class BatchSharder:
             budget = check.integer("budget", budget, 0, check.INT64_MAX)
             if K == 0:
                 raise ValueError(f"budget must be None without speculative tokens, got {budget}")
-        params = [state.request(slot).params for slot in slots]
+        params = [request.params for request in requests_B]
         filters, wants = filters_of(params), wants_of(params, state.vocab_size)
         name = self._named(exchange_name, capacity, after)
         state.slot_edits.check_exchange(slots, name)
@@ -192,7 +219,8 @@ class BatchSharder:
         if after is not None:
             places = zip(after.owners, after.draft_blocks, strict=True)
             promised = dict(zip(after.slots, places, strict=True))
-        pinned = [promised.get(slot, (state.pinned(slot, name), 0))[0] for slot in slots]
+        bound = state.pinned(name) | {slot: owner for slot, (owner, _) in promised.items()}
+        pinned = [bound.get(slot) for slot in slots]
         owners = assign_owners(self.owners, slots, rows, pinned, state.room())
         slots_B, rows_B, owners_B = (np.array(a, dtype=np.int64) for a in (slots, rows, owners))
         requests_P = np.bincount(owners_B, minlength=axis.size)
@@ -287,14 +315,15 @@ class BatchSharder:
             owned = [np.flatnonzero(holder_B == holder).tolist() for holder in range(holders)]
             indices["lanes"] = packed_lanes(lanes, budget, owned, requests, columns)
         fields = [indices[name] for name in INDICES]
-        packed = torch.from_numpy(np.concatenate(fields)).to(state.device, non_blocking=True)
-        on_device = packed.split([len(field) for field in fields])
+        with torch.inference_mode(False):  # steps inside and outside of it may share a plan
+            packed = torch.from_numpy(np.concatenate(fields)).to(state.device, non_blocking=True)
+            on_device = packed.split([len(field) for field in fields])
         return ShardPlan(
             state=state,
             version=state.version,
             exchange=exchange,
             slots=tuple(slots),
-            requests=tuple(state.request(slot) for slot in slots),
+            requests=tuple(requests_B),
             num_logits=tuple(rows),
             budget=budget,
             owners=tuple(owners),
@@ -371,6 +400,10 @@ class BatchSharder:
             method="block" if by_all.drafts > 0 else None,
             among=among,
         )
+
+
+def _listed(values: object) -> bool:
+    return values is None or isinstance(values, list | tuple | range)
 
 
 @functools.cache

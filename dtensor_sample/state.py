@@ -208,7 +208,7 @@ class SamplingState:
         self.version += 1
         self._staged[slot] = (*pack(params, seed), start)
         self.slot_edits.admit(slot, params, prompt, output)
-        if params.wide and self.bound_exchange is None:
+        if params.needs.wide and self.bound_exchange is None:
             self.expect_drafts()
 
     def remove(self, slot: int) -> None:
@@ -262,10 +262,9 @@ class SamplingState:
         kept = self.drafts.digest(slots), self.slot_edits.digest(slots)
         return requests, kept, self._base_seed, self._unseeded
 
-    def pinned(self, slot: int, exchange: str | None) -> int | None:
-        """The rank that must sample a slot, since it keeps something of it; None: any will do."""
-        owner = self.slot_edits.pinned(slot, exchange)
-        return self.drafts.pinned(slot, exchange) if owner is None else owner
+    def pinned(self, exchange: str | None) -> dict[int, int]:
+        """The rank that must sample each slot that it keeps something of, if one must."""
+        return self.drafts.owners() | self.slot_edits.owners() if exchange == "batch" else {}
 
     def room(self) -> list[int]:
         """Of how many more requests each rank can keep drafts, biases and counts."""

@@ -79,7 +79,7 @@ def main() -> None:
                 json_schema=args.json_schema,
                 regex=args.regex,
             )
-        if args.compare and (grammar or any(request.params.edited for request in requests)):
+        if args.compare and (grammar or any(request.params.needs.edited for request in requests)):
             raise ValueError(
                 "--compare needs texts without grammar, penalties and --min-tokens: what is kept "
                 "for those lies where one exchange has it"

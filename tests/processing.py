@@ -244,7 +244,7 @@ class Script:
         step.answer["counts"] = {
             asked.slot: self.live[asked.slot].counts(V)
             for asked in requests
-            if self.live[asked.slot].params.counted
+            if self.live[asked.slot].params.needs.counted
         }
         self.events.append(("step", (str(rng.choice(OWNERS)), int(rng.integers(2**32)), step)))
 
@@ -354,7 +354,7 @@ def counts_here(state: SamplingState, slots: Sequence[int], V: int) -> dict[int,
     found: dict[int, list[int | None]] = {}
     for slot in slots:
         row = int(kept._numbers_S6[slot, 0])
-        if row >= 0 and state.request(slot).params.counted:
+        if row >= 0 and state.request(slot).params.needs.counted:
             first = kept._first_id()
             here = kept.counts_MW[row].tolist()
             found[slot] = [

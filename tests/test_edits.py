@@ -310,4 +310,4 @@ def test_params_keep_what_they_are_given():
     copy = params.spawn(1)[0]
     assert (copy.logit_bias, copy.bad_words_ids) == (params.logit_bias, params.bad_words_ids)
     assert hash(copy) == hash(params.spawn(1)[0])
-    assert SamplingParams(stop_token_ids=[1]).edited is False
+    assert SamplingParams(stop_token_ids=[1]).needs.edited is False

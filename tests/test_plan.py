@@ -1,6 +1,7 @@
 """Plans against their definitions: owners, capacities, and which hidden row stands where."""
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -101,3 +102,52 @@ def test_random_plans(ranks):
                 blocks = [selected[r * fullest :] for r in range(ranks.size)]
                 assert [b[: len(o)] for b, o in zip(blocks, owned, strict=True)] == owned
                 assert len(selected) == ranks.size * fullest
+
+
+def repeated(mesh) -> None:
+    """Plan the same twice, and what differs in one thing each."""
+    state = SamplingState(
+        mesh, vocab_size=5, max_num_reqs=4, num_speculative_tokens=2, exchange="batch", seed=0
+    )
+    for slot in range(3):
+        state.add(slot, SamplingParams())
+    sharder = BatchSharder(state)
+    with torch.inference_mode():
+        plan = sharder.plan([0, 2], [2, 1])
+    assert sharder.plan((0, 2), [2, 1]) is plan
+    others = [
+        sharder.plan([2, 0], [2, 1]),
+        sharder.plan([0, 2], [1, 2]),
+        sharder.plan([0, 2]),
+        sharder.plan([0, 2], [2, 1], capacity=5),
+        sharder.plan([0, 2], [2, 1], exchange="vocab"),
+        sharder.plan([0, 2], [2, 1], budget=1),
+        sharder.plan([0, 2], [2, 1], query_start_loc=[0, 4, 6]),
+        sharder.plan([0, 2], [2, 1], positions=[7, 8]),
+    ]
+    kinds = {(p.slots, p.num_logits, p.capacity, p.exchange, p.budget, p.num_hidden_rows,
+              p.positions is None) for p in [plan, *others]}  # fmt: skip
+    assert len(kinds) == len(others) + 1
+    for bad in ([False, 2], [0.0, 2], [[0], 2], [0, 0]):  # some are equal to what was planned
+        with pytest.raises(ValueError, match="slots"):
+            sharder.plan(bad, [2, 1])
+    # Made within inference mode, and used where gradients are wanted.
+    hidden = torch.ones(3, 2, device=mesh.device_type, requires_grad=True)
+    sharder.plan([0, 2], [2, 1]).select(hidden).sum().backward()
+    assert hidden.grad is not None
+    state.remove(2)
+    state.add(2, SamplingParams())
+    assert sharder.plan([0, 2], [2, 1]).requests != plan.requests
+    # A bias binds its request to an owner, and every plan to one exchange.
+    state.remove(2)
+    state.add(2, SamplingParams(logit_bias={1: 1.0}))
+    first = sharder.plan([2, 0])
+    assert first.owners[0] == sharder.plan([0, 2]).owners[1]
+    with pytest.raises(ValueError, match="exchange"):
+        sharder.plan([2, 0], exchange="vocab")
+    assert sharder.plan([2, 0]) is first
+
+
+def test_repeated_plans(ranks):
+    """Catches a remembered plan where the step is another one."""
+    ranks.run(repeated)

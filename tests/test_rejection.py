@@ -104,7 +104,7 @@ PROMPT, OUTPUT = [0], [1, 1]
 
 def edits_of(params: SamplingParams, token_QK: np.ndarray, V: int) -> Edits | None:
     """What rows of Q requests with K drafts are asked for: row j sees the drafts before it."""
-    if not params.edited:
+    if not params.needs.edited:
         return None
     (Q, K), counts = token_QK.shape, np.bincount(OUTPUT, minlength=V)
     counts[PROMPT] |= IN_PROMPT

@@ -66,10 +66,11 @@ class DraftCache:
         """Bytes of draft logits that this rank has allocated."""
         return 0 if self.logits_MSw is None else self.logits_MSw.nbytes
 
-    def pinned(self, slot: int, exchange: str | None) -> int | None:
-        """The rank that must verify a slot, since it keeps its drafts; None: any will do."""
-        batch = exchange == self.exchange == "batch"
-        return self._kept[slot].owner if batch and slot in self._kept else None
+    def owners(self) -> dict[int, int]:
+        """The rank that must verify each slot that it keeps drafts of, if one must."""
+        if self.exchange != "batch":
+            return {}
+        return {slot: kept.owner for slot, kept in self._kept.items()}
 
     def room(self) -> list[int]:
         """Of how many more requests each rank can keep drafts."""

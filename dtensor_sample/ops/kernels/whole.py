@@ -168,17 +168,20 @@ def _whole_kernel(
                 else:
                     high = rank_of(bound, SHIFT) - 1
                     beyond = inside
-                    # Ask every 16th block first.
-                    had, _, _ = amounts(
-                        x, row, edits, listed, few, least, least, least, peak, least, lowest, scale,
+                    # Ask every 16th block first what lies below the bound: of the few tokens
+                    # above it, which may weigh most, it might have none.
+                    had, over, _ = amounts(
+                        x, row, edits, listed, few, least, bound, bound, peak, least, lowest, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                         True, 16, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
                         BLOCKS, CHUNK, STEPS, TILE,
                     )  # fmt: skip
-                    wanted = fraction(had, top_p)
-                    r1, r2 = expect(low, had, highest, beyond * 0, wanted, SHIFT)
+                    share = (target - inside).to(tl.float32) / (have - inside).to(tl.float32)
+                    wanted = over + ((had - over).to(tl.float32) * share).to(tl.int64)
+                    wanted = tl.maximum(tl.minimum(wanted, had), 1)
+                    r1, r2 = expect(low, had, high, over, wanted, SHIFT)
                     guess = value_of(search(
-                        x, row, edits, listed, few, low, highest, had, beyond * 0, wanted, r1, r2,
+                        x, row, edits, listed, few, low, high, had, over, wanted, r1, r2,
                         peak, least, lowest, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                         True, 16, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
