@@ -1,5 +1,7 @@
 """Plans against their definitions: owners, capacities, and which hidden row stands where."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -128,7 +130,8 @@ def repeated(mesh) -> None:
     kinds = {(p.slots, p.num_logits, p.capacity, p.exchange, p.budget, p.num_hidden_rows,
               p.positions is None) for p in [plan, *others]}  # fmt: skip
     assert len(kinds) == len(others) + 1
-    for bad in ([False, 2], [0.0, 2], [[0], 2], [0, 0]):  # some are equal to what was planned
+    wrong: list[Any] = [[False, 2], [0.0, 2], [[0], 2], [0, 0]]  # some are equal to planned ones
+    for bad in wrong:
         with pytest.raises(ValueError, match="slots"):
             sharder.plan(bad, [2, 1])
     # Made within inference mode, and used where gradients are wanted.
