@@ -162,6 +162,11 @@ class Filters(NamedTuple):
     """So many of the largest values hold all that filters keep, but for ties; 0: unknown."""
 
     @property
+    def top_p_alone(self) -> bool:
+        """Whether top-p may have to choose from more tokens than a small top-k leaves."""
+        return self.top_p and not self.candidates
+
+    @property
     def coarse(self) -> "Filters":
         """All filters or none: at most two variants to compile."""
         either = self.top_k or self.top_p

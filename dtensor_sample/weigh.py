@@ -80,7 +80,8 @@ def weigh(
     """
     shape = (params.scale, params.min_p, params.top_k, params.top_p)
     if where.whole and filters.drawn:
-        found = whole(*logits, *shape, filters.top_k, filters.top_p, vocab_size)
+        used = filters.top_k, filters.top_p, filters.top_p_alone
+        found = whole(*logits, *shape, *used, vocab_size)
     else:
         found = _stages(logits, *shape, filters, where, vocab_size)
     peak_R, floor_R, mass_RPC, argmax_R, nans_R = found
@@ -122,6 +123,7 @@ def whole(
     top_p_R: Tensor,
     filter_top_k: bool,
     filter_top_p: bool,
+    filter_top_p_alone: bool,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """All stages at once, for rows whose whole vocabulary is here.
@@ -137,6 +139,8 @@ def whole(
         top_p_R: [R] int64.
         filter_top_k: whether any row uses it, see `Filters`.
         filter_top_p: likewise.
+        filter_top_p_alone: whether any row may use top-p and no top-k below the vocabulary's size,
+            or a large one; it decides what is fast, and nothing else.
         vocab_size: V.
 
     Returns:
@@ -161,6 +165,7 @@ def _(
     top_p_R: Tensor,
     filter_top_k: bool,
     filter_top_p: bool,
+    filter_top_p_alone: bool,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     mass_RSC = first_id_S.new_empty((scale_R.shape[0], x_NSv.shape[1], ops.PARTS))

@@ -128,6 +128,8 @@ def row(kind: str, size: int, generator: torch.Generator) -> Tensor:
             x[torch.randint(0, size, (3,), generator=generator)] = torch.inf
         case "masked":
             x[torch.rand(size, generator=generator) < 0.95] = -torch.inf
+        case "zeros":
+            x = x.abs().floor() * x.sign()  # many of both signs, below a few others
         case "one":
             x[:] = -torch.inf
             x[size // 2] = 1.5
@@ -143,8 +145,8 @@ def row(kind: str, size: int, generator: torch.Generator) -> Tensor:
 
 
 KINDS = (
-    "gauss", "peaked", "clustered", "tied", "flat", "nan", "infinite", "masked", "one", "dead",
-    "huge", "far apart",
+    "gauss", "peaked", "clustered", "tied", "flat", "nan", "infinite", "masked", "zeros", "one",
+    "dead", "huge", "far apart",
 )  # fmt: skip
 
 
@@ -190,7 +192,9 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
     for filters in FILTERS:
         shape = [p.to(device) for p in params(R, V, top_k=filters[0], top_p=filters[1])]
         named = f"weigh {filters}"
-        peak_R, floor_R, mass_RSC, *_ = compare(named, weigh.whole, *logits, *shape, *filters, V)
+        for alone in (False, True)[: 1 + filters[1]]:
+            used = *logits, *shape, *filters, alone
+            peak_R, floor_R, mass_RSC, *_ = compare(f"{named} {alone}", weigh.whole, *used, V)
         row_args = (*logits, peak_R, floor_R, shape[0])
         compare("mass", ops.mass, *row_args, V)
         start_RSC, point_R = compare("aim", ops.aim, mass_RSC, uniform_R)
@@ -215,7 +219,7 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
     draft_rows_R = torch.arange(R, device=device) % max(len(draft_MSw), 1)
     draft_rows_R[R // 2 : R // 2 + 2] = -1
     draft = (draft_MSw, first_id_S[:1], draft_rows_R, edits)
-    draft_peak_R, draft_floor_R, draft_mass_RSC, *_ = weigh.whole(*draft, *shape, *filters, V)
+    draft_peak_R, draft_floor_R, draft_mass_RSC, *_ = weigh.whole(*draft, *shape, *filters, True, V)
     draft_total_R = draft_mass_RSC.sum((1, 2))
     one_hot_R = torch.where(draft_rows_R < 0, token_R, -1)
     ratio_R = torch.randint(0, ops.ONE + 1, (R,), generator=generator).to(device)
@@ -247,7 +251,7 @@ def on_cpu(argument: object) -> object:
 
 
 SMALL = Case(kinds=KINDS, S=1, v=4099, V=4099, dtype=torch.bfloat16)
-FEW = replace(SMALL, kinds=("peaked", "nan", "far apart"))
+FEW = replace(SMALL, kinds=("peaked", "nan", "zeros", "far apart"))
 CASES = (
     FEW,
     replace(FEW, kinds=("tied", "dead"), S=3, v=1600, V=4700, dtype=torch.float32, layout="buffer"),

@@ -78,7 +78,7 @@ def test_rows_beyond_2_31_logits():
     x_NSv[-8:] = tail
     first_id_S = torch.zeros(1, dtype=torch.int64, device="cuda")
     rows_R = torch.arange(N - 8, N, device="cuda")
-    for filters in ((False, False), (True, True)):
+    for filters in ((False, False, False), (True, True, False), (True, True, True)):
         shape = [p.cuda() for p in params(8, V, top_k=True, top_p=True)]
         far = weigh.whole(x_NSv, first_id_S, rows_R, (), *shape, *filters, V)
         near = weigh.whole(tail, first_id_S, None, (), *shape, *filters, V)
@@ -91,7 +91,9 @@ def test_rows_beyond_2_31_logits():
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("filters", [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    "filters", [(False, False, False), (True, True, False), (True, True, True)]
+)
 def test_memory_beyond_the_logits(filters):
     """Catches a copy of the logits, a mask or a sort: at most 4 KiB a row are taken."""
     R, V = 512, 129280

@@ -13,6 +13,18 @@ from torch import Tensor
 
 from dtensor_sample.ops.kernels.edits import edit_arguments, value_dtype
 from dtensor_sample.ops.kernels.passes import CHUNK, first_pass, row_peak
+from dtensor_sample.ops.kernels.threshold import (
+    SHIFT_OF,
+    amounts,
+    choose,
+    expect,
+    fraction,
+    largest_top,
+    rank_of,
+    read,
+    search,
+    value_of,
+)
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
     SIZES,
@@ -20,21 +32,7 @@ from dtensor_sample.ops.kernels.values import (
     row_limits,
     source_row,
 )
-from dtensor_sample.ops.kernels.whole import (
-    SHIFT_OF,
-    TILE,
-    WARPS,
-    amounts,
-    choose,
-    expect,
-    fraction,
-    largest_top,
-    programs_of,
-    rank_of,
-    read,
-    search,
-    value_of,
-)
+from dtensor_sample.ops.kernels.whole import TILE, WARPS, programs_of
 from dtensor_sample.ops.largest import TOP_P_ONE
 from dtensor_sample.ops.parts import PARTS, part_width
 from dtensor_sample.ops.values import weight_bits
@@ -99,7 +97,7 @@ def _largest_kernel(
             have, _, _ = amounts(
                 x, row, edits, listed, few, least, least, least, peak, least, 0.0, 1.0,
                 stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                False, 1, PACKED, TOP, UNIT, ALIGNED, 0, False, BLOCKS, CHUNK, STEPS, TILE,
+                False, PACKED, TOP, UNIT, ALIGNED, 0, False, BLOCKS, CHUNK, STEPS, TILE,
             )  # fmt: skip
             low = rank_of(least, SHIFT)
             target = tl.minimum(have, SIZE)
@@ -109,13 +107,13 @@ def _largest_kernel(
                 x, row, edits, listed, few, low, highest, have, beyond, target, r1, r2,
                 peak, least, 0.0, 1.0,
                 stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                False, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, 0, False, BLOCKS, CHUNK, STEPS, TILE,
+                False, PACKED, TOP, UNIT, ALIGNED, SHIFT, 0, False, BLOCKS, CHUNK, STEPS, TILE,
             )  # fmt: skip
             last = value_of(rank, SHIFT)
             for start in range(0, few, TILE // (STEPS * CHUNK)):
                 values, _part, _exists = read(
                     x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
-                    part_columns, vocab_size, 1, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
+                    part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
                 values = tl.reshape(values, [TILE]) + 0.0  # -0 is +0
                 chosen = (values > last).to(tl.int32)

@@ -3,13 +3,7 @@
 The first pass keeps the largest value of each block of about 128 logits, its top. At least k logits
 are as large as the k-th largest top, so only blocks with a top that large can hold the k largest
 logits: some 50 of 1000 for top-k 50. Then one program a row finds its thresholds and masses from
-such blocks alone. Where more are needed (top-p alone on a flat row), it reads more: it is exact for
-every row.
-
-A threshold is the largest value such that tokens at or above it amount to a target, a count or a
-mass. It is searched among all values between two bounds: each turn adds up what lies at or above
-three of them, the middle one by rank, which halves the range, and two close around where a straight
-line through the amounts at both bounds would meet the target, which often does much better.
+such blocks alone. Rows with top-p and no top-k are left to `nucleus`, if the batch may have any.
 """
 
 from collections.abc import Sequence
@@ -19,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_sample.ops.kernels.edits import edit_arguments, fetch, value_dtype
+from dtensor_sample.ops.kernels.edits import edit_arguments, value_dtype
+from dtensor_sample.ops.kernels.nucleus import nucleus
 from dtensor_sample.ops.kernels.passes import (
     CHUNK,
     first_of,
@@ -27,15 +22,24 @@ from dtensor_sample.ops.kernels.passes import (
     row_peak,
     second_pass,
 )
+from dtensor_sample.ops.kernels.threshold import (
+    SHIFT_OF,
+    amounts,
+    choose,
+    expect,
+    fraction,
+    largest_top,
+    rank_of,
+    read,
+    search,
+    value_of,
+)
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
     SIZES,
-    integer_sum,
     integer_weight,
     row_limits,
     source_row,
-    unit_sum,
-    weight,
 )
 from dtensor_sample.ops.largest import TOP_P_ONE
 from dtensor_sample.ops.parts import PARTS, part_width
@@ -44,14 +48,8 @@ from dtensor_sample.ops.values import weight_bits
 _PARTS = tl.constexpr(PARTS)
 _INF = tl.constexpr(float("inf"))
 _TOP_P_ONE = tl.constexpr(TOP_P_ONE)
-_FEW = tl.constexpr(64)
-"""Blocks that top-p tries to do with before it reads all."""
-_MARGIN = tl.constexpr(0.15)
-"""How far, in binary exponents, a sample of a row may mislead about its nucleus."""
 WARPS = 16
 TILE = WARPS * 32 * CHUNK
-SHIFT_OF = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-"""Low bits of a float32 that are zeros when it comes from a shorter float."""
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -72,7 +70,7 @@ def _whole_kernel(
     top_p_ptr,  # [R] int64
     peak_ptr,  # out: [R] float32
     floor_ptr,  # out: [R] float32
-    mass_ptr,  # zeros, out: [R, S, PARTS] int64
+    mass_ptr,  # zeros, out: [R, S, PARTS] int64; this and what follows unless NUCLEUS
     argmax_ptr,  # out: [R] int64
     nans_ptr,  # out: [R] int64
     edits,  # of `edit_arguments`
@@ -88,6 +86,7 @@ def _whole_kernel(
     HAS_ROWS: tl.constexpr,
     TOP_K: tl.constexpr,  # whether any row uses top-k
     TOP_P: tl.constexpr,  # whether any row uses top-p
+    NUCLEUS: tl.constexpr,  # only floors are wanted, and only of rows with top-k; needs TOP_K
     SHIFT: tl.constexpr,  # float32 bits that `value_dtype` lacks
     unit_bits,  # S of `weight_bits`
     EXACT: tl.constexpr,  # whether that allows exact float64 sums
@@ -125,7 +124,7 @@ def _whole_kernel(
                 have, _, _ = amounts(
                     x, row, edits, listed, few, least, least, least, peak, least, 0.0, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    False, 1, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
+                    False, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
                     BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
                 low = rank_of(least, SHIFT)
@@ -136,283 +135,69 @@ def _whole_kernel(
                     x, row, edits, listed, few, low, highest, have, beyond, target, r1, r2,
                     peak, least, 0.0, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    False, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
+                    False, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
                     BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
                 floor = tl.maximum(floor, value_of(rank, SHIFT))
 
         if TOP_P:
             top_p = tl.load(top_p_ptr + row)
-            if (top_p < _TOP_P_ONE) & (holder >= 0):
+            mine = holder >= 0
+            if NUCLEUS:
+                mine = mine & (top_k < vocab_size)
+            if mine & (top_p < _TOP_P_ONE):
                 least, lowest = row_limits(peak, floor, scale)
                 few = choose(listed, tops >= least, block)
-                # Is the threshold among the largest blocks?
-                bound = least
-                if few > 2 * _FEW:
-                    bound = tl.maximum(least, largest_top(tops, _FEW, highest, SHIFT))
-                have, inside, _ = amounts(
-                    x, row, edits, listed, few, least, bound, bound, peak, least, lowest, scale,
+                have, _, _ = amounts(
+                    x, row, edits, listed, few, least, least, least, peak, least, lowest, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    True, 1, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
+                    True, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
                     BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
                 target = fraction(have, top_p)
                 low = rank_of(least, SHIFT)
-                high = highest
                 beyond = tl.zeros([], tl.int64)
-                if inside >= target:
-                    low = rank_of(bound, SHIFT)
-                    have = inside
-                    few = choose(listed, tops >= bound, block)
-                    r1, r2 = expect(low, have, high, beyond, target, SHIFT)
-                else:
-                    high = rank_of(bound, SHIFT) - 1
-                    beyond = inside
-                    # Ask every 16th block first what lies below the bound: of the few tokens
-                    # above it, which may weigh most, it might have none.
-                    had, over, _ = amounts(
-                        x, row, edits, listed, few, least, bound, bound, peak, least, lowest, scale,
-                        stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                        True, 16, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
-                        BLOCKS, CHUNK, STEPS, TILE,
-                    )  # fmt: skip
-                    share = (target - inside).to(tl.float32) / (have - inside).to(tl.float32)
-                    wanted = over + ((had - over).to(tl.float32) * share).to(tl.int64)
-                    wanted = tl.maximum(tl.minimum(wanted, had), 1)
-                    r1, r2 = expect(low, had, high, over, wanted, SHIFT)
-                    guess = value_of(search(
-                        x, row, edits, listed, few, low, high, had, over, wanted, r1, r2,
-                        peak, least, lowest, scale,
-                        stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                        True, 16, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
-                        BLOCKS, CHUNK, STEPS, TILE,
-                    ), SHIFT)  # fmt: skip
-                    margin = _MARGIN / scale
-                    r1, r2 = rank_of(guess - margin, SHIFT), rank_of(guess + margin, SHIFT)
+                r1, r2 = expect(low, have, highest, beyond, target, SHIFT)
                 rank = search(
-                    x, row, edits, listed, few, low, high, have, beyond, target, r1, r2,
+                    x, row, edits, listed, few, low, highest, have, beyond, target, r1, r2,
                     peak, least, lowest, scale,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    True, 1, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
+                    True, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
                     BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
                 floor = tl.maximum(floor, value_of(rank, SHIFT))
-
-        least, lowest = row_limits(peak, floor, scale)
-        few = choose(listed, tops >= least, block)
-        for start in range(0, few, TILE // (STEPS * CHUNK)):
-            values, part, exists = read(
-                x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
-                part_columns, vocab_size, 1, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
-            )  # fmt: skip
-            weights = integer_weight(values, peak, least, scale, unit_bits, EXACT)
-            sums = tl.sum(tl.sum(weights, 2), 1)
-            tl.atomic_add(
-                mass_ptr + row.to(tl.int64) * segments * _PARTS + part,
-                sums,
-                mask=exists,
-                sem="relaxed",
-            )
-        tl.store(peak_ptr + row, peak)
         tl.store(floor_ptr + row, floor)
-        tl.store(nans_ptr + row, nans)
-        if holder < 0:
-            tl.store(argmax_ptr + row, tl.full([], -1, tl.int64))
-        else:
-            segment = holder // _PARTS
-            first = tl.load(first_ptr + segment)
-            count = tl.minimum(tl.maximum(vocab_size - first, 0), width).to(tl.int32)
-            x += segment.to(tl.int64) * stride_s
-            column = first_of(
-                x, holder % _PARTS, stride_v, width, part_columns, count, peak, segment * width,
-                row, edits, TOP, UNIT, TILE,
-            )  # fmt: skip
-            tl.store(argmax_ptr + row, first + column)
 
-
-@triton.jit
-def rank_of(value, SHIFT: tl.constexpr):
-    """An int64 that orders as the values do: 0 for +0, and the next for the next value."""
-    bits = value.to(tl.int32, bitcast=True)
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT).to(tl.int64)
-
-
-@triton.jit
-def value_of(rank, SHIFT: tl.constexpr):
-    """The float32 value of a rank."""
-    bits = (rank << SHIFT) | tl.where(rank < 0, (1 << SHIFT) - 1, 0)
-    bits = bits.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def fraction(mass, top_p):
-    """ceil(top_p * mass / 2**31), at least 1."""
-    low = top_p * (mass & 0x7FFFFFFF) + 0x7FFFFFFF
-    return tl.maximum(top_p * (mass >> 31) + (low >> 31), 1)
-
-
-@triton.jit
-def largest_top(tops, k, highest, SHIFT: tl.constexpr):
-    """The k-th largest top; about the least float32 if there are fewer than k."""
-    ranks = rank_of(tops, SHIFT)
-    low = rank_of(tl.full([], -3.4028234663852886e38, tl.float32), SHIFT)
-    high = highest
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        enough = tl.sum((ranks >= middle).to(tl.int32), 0) >= k
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    return value_of(low, SHIFT)
-
-
-@triton.jit
-def choose(listed, chosen, block):
-    """List the chosen blocks; returns how many."""
-    tl.debug_barrier()  # all threads are done with the last list
-    tl.store(listed + tl.cumsum(chosen.to(tl.int32), 0) - 1, block, mask=chosen)
-    tl.debug_barrier()
-    return tl.sum(chosen.to(tl.int32), 0)
-
-
-@triton.jit
-def read(
-    x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
-    part_columns, vocab_size,
-    EVERY: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Values [b, STEPS, CHUNK] of b listed blocks, [b] their parts, [b] whether there are any."""
-    entry = start + tl.arange(0, TILE // (STEPS * CHUNK)) * EVERY
-    exists = entry < few
-    block = tl.load(listed + entry, mask=exists, other=0)
-    part = block // BLOCKS
-    segment = part // _PARTS
-    count = tl.minimum(tl.maximum(vocab_size - tl.load(first_ptr + segment), 0), width)
-    count = tl.where(exists & (source >= 0), count, 0).to(tl.int32)
-    step = tl.arange(0, STEPS)[None, :, None]
-    offset = (block % BLOCKS * CHUNK)[:, None, None] + step * (BLOCKS * CHUNK)
-    chunk = (part % _PARTS * part_columns)[:, None, None] + offset
-    column = chunk + tl.arange(0, CHUNK)[None, None, :]
-    present = exists[:, None, None] & (offset < part_columns)
-    if ALIGNED:  # chunks are read whole or not at all, hence in one load each
-        present = tl.broadcast_to(present & (chunk < width), column.shape)
-    else:
-        present = present & (column < width)
-    x += segment.to(tl.int64)[:, None, None] * stride_s
-    wanted = present & (column < count[:, None, None])
-    base = segment.to(tl.int64)[:, None, None] * width
-    values = fetch(x, column, stride_v, present, wanted, base, row, edits, TOP, UNIT)
-    return values, part, exists
-
-
-@triton.jit
-def amounts(
-    x, row, edits, listed, few, v0, v1, v2, peak, least, lowest, scale,
-    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-    WEIGHTED: tl.constexpr, EVERY: tl.constexpr, PACKED: tl.constexpr, TOP: tl.constexpr,
-    UNIT: tl.constexpr, ALIGNED: tl.constexpr, unit_bits, EXACT: tl.constexpr,
-    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Number or weight of tokens that are >= least and >= each of 3 values.
-
-    Of all listed blocks, or of EVERY so-manieth.
-    """
-    IN_FLOATS: tl.constexpr = WEIGHTED and EXACT
-    zeros = tl.zeros([TILE // (STEPS * CHUNK), STEPS, CHUNK], tl.int64)
-    if IN_FLOATS:
-        zeros = unit_sum(zeros, unit_bits)
-    a0, a1, a2 = zeros, zeros, zeros
-    for start in range(0, few, TILE // (STEPS * CHUNK) * EVERY):
-        values, _, _ = read(
-            x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
-            part_columns, vocab_size, EVERY, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
-        )  # fmt: skip
-        if IN_FLOATS:
-            amount = weight(values, peak, least, lowest, scale, "exact")
-        elif WEIGHTED:
-            amount = integer_weight(values, peak, least, scale, unit_bits, EXACT)
-        else:
-            amount = ((values >= least) & (values > -_INF)).to(tl.int64)
-        nothing = tl.zeros_like(amount)
-        if PACKED and not WEIGHTED:  # three counts in one integer
-            a0 += tl.where(values >= v0, amount, nothing)
-            a0 += tl.where(values >= v1, amount << 21, nothing)
-            a0 += tl.where(values >= v2, amount << 42, nothing)
-        else:
-            a0 += tl.where(values >= v0, amount, nothing)
-            a1 += tl.where(values >= v1, amount, nothing)
-            a2 += tl.where(values >= v2, amount, nothing)
-    if PACKED and not WEIGHTED:
-        counts = tl.sum(a0)
-        a0, a1, a2 = counts & 0x1FFFFF, (counts >> 21) & 0x1FFFFF, counts >> 42
-    else:
-        if IN_FLOATS:
-            a0, a1, a2 = (
-                integer_sum(a0, unit_bits),
-                integer_sum(a1, unit_bits),
-                integer_sum(a2, unit_bits),
-            )
-        a0, a1, a2 = tl.sum(a0), tl.sum(a1), tl.sum(a2)
-    return a0, a1, a2
-
-
-@triton.jit
-def search(
-    x, row, edits, listed, few, low, high, at_low, beyond, target, r1, r2,
-    peak, least, lowest, scale,
-    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-    WEIGHTED: tl.constexpr, EVERY: tl.constexpr, PACKED: tl.constexpr, TOP: tl.constexpr,
-    UNIT: tl.constexpr, ALIGNED: tl.constexpr, SHIFT: tl.constexpr, unit_bits,
-    EXACT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """The highest rank from low to high at which tokens amount to the target.
-
-    At `low` they amount to at_low >= target, beyond `high` to beyond < target. It is expected to
-    lie between r1 and r2.
-    """
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        r1 = tl.minimum(tl.maximum(r1, low + 1), high)
-        r2 = tl.minimum(tl.maximum(r2, low + 1), high)
-        a0, a1, a2 = amounts(
-            x, row, edits, listed, few,
-            value_of(middle, SHIFT), value_of(r1, SHIFT), value_of(r2, SHIFT),
-            peak, least, lowest, scale,
-            stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-            WEIGHTED, EVERY, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
-            BLOCKS, CHUNK, STEPS, TILE,
-        )  # fmt: skip
-        low, at_low, high, beyond = _narrow(low, at_low, high, beyond, middle, a0, target)
-        low, at_low, high, beyond = _narrow(low, at_low, high, beyond, r1, a1, target)
-        low, at_low, high, beyond = _narrow(low, at_low, high, beyond, r2, a2, target)
-        r1, r2 = expect(low, at_low, high, beyond, target, SHIFT)
-    return low
-
-
-@triton.jit
-def expect(low, at_low, high, beyond, target, SHIFT: tl.constexpr):
-    """Two ranks around where a straight line through the amounts at both bounds would arrive."""
-    share = (at_low - target).to(tl.float32) / tl.maximum(at_low - beyond, 1).to(tl.float32)
-    from_value = value_of(low, SHIFT)
-    guess = rank_of(from_value + (value_of(high, SHIFT) - from_value) * share, SHIFT)
-    near = (high - low) // 32 + 1
-    return guess - near, guess + near
-
-
-@triton.jit
-def _narrow(low, at_low, high, beyond, rank, amount, target):
-    """Bounds of a search after one more amount is known."""
-    enough = amount >= target
-    raised = enough & (rank > low)
-    lowered = (amount < target) & (rank <= high)
-    return (
-        tl.where(raised, rank, low),
-        tl.where(raised, amount, at_low),
-        tl.where(lowered, rank - 1, high),
-        tl.where(lowered, amount, beyond),
-    )
+        if not NUCLEUS:
+            least, lowest = row_limits(peak, floor, scale)
+            few = choose(listed, tops >= least, block)
+            for start in range(0, few, TILE // (STEPS * CHUNK)):
+                values, part, exists = read(
+                    x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
+                    part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
+                )  # fmt: skip
+                weights = integer_weight(values, peak, least, scale, unit_bits, EXACT)
+                sums = tl.sum(tl.sum(weights, 2), 1)
+                tl.atomic_add(
+                    mass_ptr + row.to(tl.int64) * segments * _PARTS + part,
+                    sums,
+                    mask=exists,
+                    sem="relaxed",
+                )
+            tl.store(peak_ptr + row, peak)
+            tl.store(nans_ptr + row, nans)
+            if holder < 0:
+                tl.store(argmax_ptr + row, tl.full([], -1, tl.int64))
+            else:
+                segment = holder // _PARTS
+                first = tl.load(first_ptr + segment)
+                count = tl.minimum(tl.maximum(vocab_size - first, 0), width).to(tl.int32)
+                x += segment.to(tl.int64) * stride_s
+                column = first_of(
+                    x, holder % _PARTS, stride_v, width, part_columns, count, peak, segment * width,
+                    row, edits, TOP, UNIT, TILE,
+                )  # fmt: skip
+                tl.store(argmax_ptr + row, first + column)
 
 
 def weigh(
@@ -426,6 +211,7 @@ def weigh(
     top_p_R: Tensor,
     filter_top_k: bool,
     filter_top_p: bool,
+    filter_top_p_alone: bool,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The kernels of the op `weigh`."""
@@ -440,9 +226,9 @@ def weigh(
     argmax_R, nans_R = first_id_S.new_empty(R), first_id_S.new_empty(R)
     mass_RSC = first_id_S.new_empty((R, S, PARTS))
     found = (peak_R, floor_R, mass_RSC, argmax_R, nans_R)
-    if top_RSCb is None:
+    if top_RSCb is None or filter_top_p_alone:
         second_pass(logits, (part_peak_RSC, part_nans_RSC, min_p_R, scale_R), found)
-    elif R > 0:
+    if top_RSCb is not None and (filter_top_k or not filter_top_p_alone) and R > 0:
         bits, blocks = weight_bits(vocab_size), top_RSCb.shape[3]
         programs = min(R, programs_of(x_NSv.device))
         list_Pb = first_id_S.new_empty((programs, S * PARTS * blocks), dtype=torch.int32)
@@ -461,7 +247,7 @@ def weigh(
             top_p_R,
             peak_R,
             floor_R,
-            mass_RSC.zero_(),
+            None if filter_top_p_alone else mass_RSC.zero_(),
             argmax_R,
             nans_R,
             edit_arguments(edits, first_id_S),
@@ -477,6 +263,7 @@ def weigh(
             HAS_ROWS=rows_R is not None,
             TOP_K=filter_top_k,
             TOP_P=filter_top_p,
+            NUCLEUS=filter_top_p_alone,
             SHIFT=SHIFT_OF[value_dtype(edits, x_NSv.dtype)],
             unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
@@ -489,7 +276,10 @@ def weigh(
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
-    return peak_R, floor_R, mass_RSC, argmax_R, nans_R
+    if top_RSCb is not None and filter_top_p_alone:
+        nucleus(logits, (scale_R, top_k_R, top_p_R), top_RSCb, peak_R, floor_R, mass_RSC)
+        second_pass(logits, (None, None, None, scale_R), (peak_R, floor_R, mass_RSC, None, None))
+    return found
 
 
 def programs_of(device: torch.device) -> int:
