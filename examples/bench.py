@@ -37,12 +37,17 @@ from dtensor_sample.calibrate import timer
 from dtensor_sample.exchange import EXCHANGES
 from dtensor_sample.params import filters_of
 
-FILTERS = {"off": SamplingParams(), "on": SamplingParams(top_k=50, top_p=0.95)}
+FILTERS = {
+    "off": SamplingParams(),
+    "on": SamplingParams(top_k=50, top_p=0.95),
+    "top-p": SamplingParams(top_p=0.95),
+}
+FILTERS_SAID = "on is top-k 50 and top-p 0.95, top-p is 0.95 alone"
 NOISE = 0.5
 """Standard deviation of what draft logits differ by from the target's, theirs being 2."""
 COLUMNS = {
     "rows": "rows",
-    "filters": "top-k 50, top-p 0.95",
+    "filters": "filters",
     "way": "way",
     "us": "us, median",
     "us_20": "20%",
@@ -99,7 +104,13 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--factors", type=int, default=256, metavar="R", help="rank of that bias, default 256"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--filters", nargs="+", default=["off", "on"], choices=list(FILTERS))
+    parser.add_argument(
+        "--filters",
+        nargs="+",
+        default=["off", "on"],
+        choices=list(FILTERS),
+        help=f"default off on; {FILTERS_SAID}",
+    )
     parser.add_argument(
         "--rounds",
         type=int,
@@ -199,6 +210,7 @@ def report(records: Sequence[Record], args: argparse.Namespace, mesh: DeviceMesh
     if args.draft_loop:
         facts = {
             "logits": args.dtype,
+            "filters": FILTERS_SAID,
             "a step": "one replay of a CUDA graph" if graph else "one eager call",
             "it": "draws K tokens a request from base logits of all positions, each after a bias "
             "of the token before; kept as they were drawn from",
@@ -209,6 +221,7 @@ def report(records: Sequence[Record], args: argparse.Namespace, mesh: DeviceMesh
         return markdown(title, said, bench_drafts.COLUMNS, records)
     facts = {
         "logits": args.dtype,
+        "filters": FILTERS_SAID,
         "a step": "one replay of a CUDA graph" if graph else "one eager call",
         "with K > 0": "K drafts for each of rows / (K + 1) requests, from the target's logits plus "
         f"normal noise of {NOISE} (their own deviation is 2), and block verification; standard "

@@ -36,7 +36,7 @@ LOOPS = {
 COLUMNS = {
     "requests": "requests",
     "k": "K",
-    "filters": "top-k 50, top-p 0.95",
+    "filters": "filters",
     "way": "way",
     "us": "us, median",
     "us_20": "20%",

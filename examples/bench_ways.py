@@ -52,7 +52,7 @@ def ways(
         yield "gather + sample", Way(step)
         return
     yield "gather + sample", Way(functools.partial(gathered, target_TV, params))
-    if params.top_k == 0 and T % mesh.size() == 0:
+    if params == SamplingParams() and T % mesh.size() == 0:
         yield "all-to-all + Gumbel", Way(functools.partial(gumbel, mesh, target_TV, params))
     if importlib.util.find_spec("flashinfer") is not None:
         yield "gather + FlashInfer", Way(functools.partial(flashinfer, target_TV, params))

@@ -75,8 +75,8 @@ def test_every_drafting_loop_is_timed(ranks):
 @worlds("cpu:2")
 def test_every_vocabulary_is_measured(ranks):
     """A small one, too: top-k then keeps all of it."""
-    for found in ranks.run(records, "--rows 2 --vocab 7 60 --filters on"):
-        assert [r["vocab"] for r in found] == [7] * 4 + [60] * 4
+    for found in ranks.run(records, "--rows 2 --vocab 7 60 --filters on top-p"):
+        assert [r["vocab"] for r in found] == [7] * 8 + [60] * 8
 
 
 def refused(mesh, name: str, K: int) -> str:

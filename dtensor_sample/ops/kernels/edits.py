@@ -91,7 +91,7 @@ def edit(x, column, present, row, edits):
     return tl.where(never, -_INF, x + 0.0)
 
 
-NO_EDITS: tuple[None, ...] = (None,) * 16
+NO_EDITS = (None,)
 """What kernels are told where nothing is edited: the first of a tuple is None."""
 
 
