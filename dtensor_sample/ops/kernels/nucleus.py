@@ -341,26 +341,20 @@ def add_up(
     least = tl.maximum(least, first)
     total = tl.zeros([THREADS], tl.int64)
     full = begin
-    if EXACT:
-        total = unit_sum(total, unit_bits)
-        if edits[0] is None:  # those take care
-            if is_tame(peak, scale, TOP):
-                full += tl.maximum(end - begin, 0) // (8 * THREADS) * (8 * THREADS)
-            for start in range(begin, full, 8 * THREADS):
-                total = _add_tiles(
-                    x, start, end, stride_v, base, row, edits, low, high, peak, least, lowest,
-                    scale, bins, total, "least", TOP, UNIT, SHIFT, unit_bits, EXACT, THREADS,
-                )  # fmt: skip
+    if EXACT and edits[0] is None:  # edits take care
+        if is_tame(peak, scale, TOP):
+            full += tl.maximum(end - begin, 0) // (8 * THREADS) * (8 * THREADS)
+        for start in range(begin, full, 8 * THREADS):
+            total = _add_tiles(
+                x, start, end, stride_v, base, row, edits, low, high, peak, least, lowest,
+                scale, bins, total, "least", TOP, UNIT, SHIFT, unit_bits, EXACT, THREADS,
+            )  # fmt: skip
     for start in range(full, end, 8 * THREADS):
         total = _add_tiles(
             x, start, end, stride_v, base, row, edits, low, high, peak, least, lowest,
             scale, bins, total, "exact", TOP, UNIT, SHIFT, unit_bits, EXACT, THREADS,
         )  # fmt: skip
-    if EXACT:
-        mass = tl.sum(integer_sum(total, unit_bits), 0)
-    else:
-        mass = tl.sum(total, 0)
-    return mass
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -372,28 +366,34 @@ def _add_tiles(
     """Eight tiles of `add_up`: the columns of whole ones if KEEP is "least", see `weight`.
 
     A thread takes one column of a tile, since it is so that atomic additions are laid out: eight
-    neighbours would be exchanged through shared memory.
+    neighbours would be exchanged through shared memory. Four weights of 2**EXACT_BITS are as many
+    as a `unit_sum` holds.
     """
     first, last = value_of(low, SHIFT), value_of(high, SHIFT)
     lowest_rank, shift = low.to(tl.int32), shift_of(low, high).to(tl.uint32)
-    for turn in tl.static_range(8):
-        column = start + turn * THREADS + tl.arange(0, THREADS)
-        if KEEP == "least":
-            values = load(x, column, stride_v, None, UNIT)
-        else:
-            here = column < end
-            values = fetch(x, column, stride_v, here, here, base, row, edits, TOP, UNIT)
+    for half in tl.static_range(2):
         if EXACT:
-            units = weight(values, peak, least, lowest, scale, KEEP)
-            total += units
-            weights = integer_sum(unit_sum(units, unit_bits) + units, unit_bits)
-        else:
-            weights = integer_weight(values, peak, least, scale, unit_bits, EXACT)
-            total += weights
-        inside = (values >= first) & (values <= last)
-        ranks = short_rank_of(values + 0.0, SHIFT) - lowest_rank  # -0 is +0
-        place = ranks.to(tl.uint32, bitcast=True) >> shift
-        tl.atomic_add(bins + place, weights, mask=inside, sem="relaxed")
+            sums = unit_sum(total, unit_bits)
+        for turn in tl.static_range(4):
+            column = start + (half * 4 + turn) * THREADS + tl.arange(0, THREADS)
+            if KEEP == "least":
+                values = load(x, column, stride_v, None, UNIT)
+            else:
+                here = column < end
+                values = fetch(x, column, stride_v, here, here, base, row, edits, TOP, UNIT)
+            if EXACT:
+                units = weight(values, peak, least, lowest, scale, KEEP)
+                sums += units
+                weights = integer_sum(unit_sum(units, unit_bits) + units, unit_bits)
+            else:
+                weights = integer_weight(values, peak, least, scale, unit_bits, EXACT)
+                total += weights
+            inside = (values >= first) & (values <= last)
+            ranks = short_rank_of(values + 0.0, SHIFT) - lowest_rank  # -0 is +0
+            place = ranks.to(tl.uint32, bitcast=True) >> shift
+            tl.atomic_add(bins + place, weights, mask=inside, sem="relaxed")
+        if EXACT:
+            total += integer_sum(sums, unit_bits)
     return total
 
 
