@@ -172,9 +172,9 @@ class GraphedStep:
         Args:
             plan: of this object's `plan`; or some of the same requests, in the order of use, the
                 later ones made `after` the first.
-            tensors: plain tensors for `fn`, each of at most as many rows as the padded plan has
-                requests, `len(plan.batch_slots)`. They are copied to where graphs read them; rows
-                that are not given are zeros.
+            tensors: plain tensors for `fn`, each of at least as many rows as the plan has requests,
+                and at most as many as fit into it, `len(plan.batch_slots)`. They are copied to
+                where graphs read them; rows beyond those given, of padding, are zeros.
 
         Returns:
             What `fn` returns, for the B requests of the plan. The next step may overwrite it.
@@ -188,7 +188,7 @@ class GraphedStep:
         lanes, B = (len(plans[0].batch_slots), len(plans[0].slots)) if plans else (0, 0)
         try:
             _check_plans(plans, self.state)
-            _check_tensors(tensors, lanes)
+            _check_tensors(tensors, B, lanes)
         except ValueError as refused:
             error = refused
         self.state.agree(error)
@@ -252,14 +252,14 @@ def _check_plans(plans: Sequence[ShardPlan], state: SamplingState) -> None:
             )
 
 
-def _check_tensors(tensors: Sequence[object], lanes: int) -> None:
+def _check_tensors(tensors: Sequence[object], B: int, lanes: int) -> None:
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
             raise ValueError(f"tensors[{i}] must be a plain tensor, got {type(tensor).__name__}")
-        if tensor.ndim == 0 or len(tensor) > lanes:
+        if tensor.ndim == 0 or not B <= len(tensor) <= lanes:
             raise ValueError(
-                f"tensors[{i}] must have 1 to {lanes} rows, as many as requests fit into the plan, "
-                f"got shape {list(tensor.shape)}"
+                f"tensors[{i}] must have {B} to {lanes} rows, as many as requests in the plan to as "
+                f"many as fit, got shape {list(tensor.shape)}"
             )
 
 

@@ -237,6 +237,7 @@ def refusals(mesh) -> tuple[list[str], list[int]]:
         lambda: step(old, rows[:1]),
         lambda: step(step.plan([0]), shard_vocab(rows[:1], mesh)),
         lambda: step(step.plan([0]), torch.zeros(2 * mesh.size(), V)),
+        lambda: step(step.plan([0, 1]), rows[:1]),
         lambda: step(BatchSharder(state_of(mesh)).plan([0]), rows[:1]),
         lambda: step("plan", rows[:1]),  # type: ignore[arg-type]
     ):
@@ -259,7 +260,8 @@ def test_refusals(ranks):
         "capacities must reach 2 rows an owner, got [1]",
         "plan must be made after the request in slot 0 was added",
         "tensors[0] must be a plain tensor, got DTensor",
-        "tensors[0] must have 1 to 2 rows, as many as requests fit into the plan, got shape [4, ",
+        "tensors[0] must have 1 to 2 rows, as many as requests in the plan to as many as fit, got s",
+        "tensors[0] must have 2 to 2 rows, as many as requests in the plan to as many as fit, got s",
         "plan must be made for this sampler's state",
         "plan must be a ShardPlan, got str",
     )
@@ -269,10 +271,10 @@ def test_refusals(ranks):
 
 
 def rows_seen(mesh) -> list[list[float]]:
-    """What a step sees of a tensor whose rows become fewer, then more."""
-    step = GraphedStep(lambda plan, x: x + 0, state_of(mesh), capacities=[4])
+    """What a step sees of a tensor whose rows become fewer, then more, as requests do."""
+    step = GraphedStep(lambda plan, x: x[None] + 0, state_of(mesh), capacities=[4])
     seen = [
-        step(step.plan([0, 1, 2, 3]), torch.ones(count, device=mesh.device_type)).tolist()
+        step(step.plan(range(count)), torch.ones(count, device=mesh.device_type))[0].tolist()
         for count in (4, 4, 2, 1, 3)
     ]
     step.close()
