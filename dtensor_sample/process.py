@@ -336,8 +336,10 @@ class Processor(Protocol):
         """New values of the rows on this rank, also where there are none.
 
         Args:
-            values: [R, W] float32, processed so far, a copy that may be written to; of ids from
-                `rows.first_id` on.
+            values: [R, W] float32, processed so far, a copy that may be written to; of the W ids
+                from `rows.first_id` on. W is V, and under `vocab` the number of the vocabulary's
+                ids on this rank: columns of padding are left out, and a rank that has no others is
+                not asked.
             rows: which they are.
 
         Returns:
@@ -401,11 +403,11 @@ def _customized(
     logits: Logits, processors: Sequence[Processor], told: RowContext, vocab_size: int
 ) -> Logits:
     """Rows whose values custom processors have changed: float32 copies."""
-    value_RW = ops.copy(*logits, vocab_size).flatten(1)
+    every_RW = ops.copy(*logits, vocab_size).flatten(1)  # with columns of padding at the end
+    width = max(0, min(every_RW.shape[1], vocab_size - told.first_id))
+    value_RW = every_RW[:, :width]
     banned_RW = value_RW == -torch.inf
-    nan_RSv = logits.x_NSv if logits.rows_R is None else logits.x_NSv[logits.rows_R.clamp(min=0)]
-    nan_RW = nan_RSv.isnan().flatten(1)
-    for processor in processors:
+    for processor in processors if width else ():
         found_RW = processor(value_RW.clone(), told)
         got = getattr(found_RW, "shape", None), getattr(found_RW, "dtype", None)
         if got != (value_RW.shape, torch.float32):
@@ -414,11 +416,12 @@ def _customized(
                 f"{got[1]} of shape {got[0]}"
             )
         value_RW = found_RW.nan_to_num(-torch.inf, torch.inf, -torch.inf)
-    value_RW = value_RW.masked_fill(banned_RW, -torch.inf)
+    every_RW[:, :width] = value_RW.masked_fill(banned_RW, -torch.inf)
     # NaN logits stay what they are, to be counted.
-    value_RW = value_RW.masked_fill(nan_RW, torch.nan)
-    rows_R = None if logits.rows_R is None else torch.arange(len(value_RW), device=value_RW.device)
-    return Logits(value_RW[:, None], logits.first_id_S[:1], rows_R)
+    nan_RSv = logits.x_NSv if logits.rows_R is None else logits.x_NSv[logits.rows_R.clamp(min=0)]
+    every_RW.masked_fill_(nan_RSv.isnan().flatten(1), torch.nan)
+    rows_R = None if logits.rows_R is None else torch.arange(len(every_RW), device=every_RW.device)
+    return Logits(every_RW[:, None], logits.first_id_S[:1], rows_R)
 
 
 @dataclass(slots=True)

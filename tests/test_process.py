@@ -15,6 +15,7 @@ from dtensor_sample import (
     SamplingParams,
     SamplingState,
     TokenBitmask,
+    replicated,
 )
 from dtensor_sample.process import RowContext
 from tests.batches import DTYPES, EXCHANGES, shard_vocab
@@ -480,6 +481,43 @@ def test_custom_processors(ranks, exchange):
     assert {(0, 1, -1, -1), (5, 6, -1, -1)} <= told
     assert any(row[0] == 0 and row[1] == 2 and row[2] >= 0 and row[3] == -1 for row in told)
     assert any(row[0] == 3 and row[1] == 6 and min(row[2:]) >= 0 for row in told)
+
+
+def columns_seen(mesh, exchange: str, padding: int, sharded: bool) -> tuple[list[Any], list[int]]:
+    """First id and width of what a processor gets, and tokens if it raises the last column."""
+    V, seen = 103, []
+
+    def raise_last(values, rows):
+        seen.append((rows.first_id, values.shape[1]))
+        values[:, -1] += 100.0
+        return values
+
+    raise_last.per_token = True  # type: ignore[attr-defined]
+    state = SamplingState(mesh, vocab_size=V, exchange=exchange, seed=0, processors=[raise_last])
+    for slot in range(2):
+        state.add(slot, SamplingParams(temperature=0))
+    plan = BatchSharder(state).plan([0, 1])
+    full = torch.zeros(plan.num_rows, V + padding, device=mesh.device_type)
+    full[:, 0] = 1.0
+    logits = shard_vocab(full, mesh) if sharded else replicated(full, mesh)
+    return seen, Sampler(state)(logits, plan).token_ids[:, 0].tolist()
+
+
+@worlds(*FEW_WORLDS)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_custom_processors_get_no_padding(ranks, exchange):
+    """Catches columns beyond the vocabulary, which would sway a softmax or a rank of values."""
+    P = ranks.size
+    for padding, sharded in ((0, True), (0, False), (9, False), (5 * P - 3, True)):
+        width = -(-(103 + padding) // P)
+        last = [min(103, width * (rank + 1)) for rank in range(P)]
+        for rank, (seen, tokens) in enumerate(ranks.run(columns_seen, exchange, padding, sharded)):
+            if exchange == "vocab":
+                assert seen == [(width * rank, last[rank] - width * rank)]
+                assert tokens == [last[0] - 1] * 2
+            else:
+                assert seen == [(0, 103)]
+                assert tokens == [102] * 2
 
 
 def refused_under_vocab(mesh) -> list[str]:
