@@ -258,8 +258,8 @@ def _check_tensors(tensors: Sequence[object], B: int, lanes: int) -> None:
             raise ValueError(f"tensors[{i}] must be a plain tensor, got {type(tensor).__name__}")
         if tensor.ndim == 0 or not B <= len(tensor) <= lanes:
             raise ValueError(
-                f"tensors[{i}] must have {B} to {lanes} rows, as many as requests in the plan to as "
-                f"many as fit, got shape {list(tensor.shape)}"
+                f"tensors[{i}] must have {B} to {lanes} rows, as many as requests in the plan to "
+                f"as many as fit, got shape {list(tensor.shape)}"
             )
 
 

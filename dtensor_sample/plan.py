@@ -58,7 +58,9 @@ class ShardPlan:
     bucketed: bool
     """Whether the capacity is one of a `GraphedStep`'s."""
     num_hidden_rows: int
-    """Rows of hidden states that `select` needs at least."""
+    """Rows of hidden states that `select` needs; at least, if `sequences` or `bucketed`."""
+    sequences: bool
+    """Whether they are packed sequences: a `query_start_loc` was given."""
     local_rows: int
     """Rows that this rank samples, padding left out; with a budget, at most."""
     local_requests: int
@@ -290,9 +292,10 @@ class ShardPlan:
 
         Args:
             hidden: [N, H], or [N, K, H] with K rows that stay together: one for each row of logits
-                in batch order, or packed sequences if the plan has a `query_start_loc`. A plain
-                tensor (the same on every rank), a DTensor Replicate(), or a DTensor Shard(0) on the
-                sampling axis (sequence-parallel).
+                in batch order, N = `num_hidden_rows`, or packed sequences if the plan has a
+                `query_start_loc`, of which more may follow. Within a `GraphedStep` rows of padding
+                follow. A plain tensor (the same on every rank), a DTensor Replicate(), or a DTensor
+                Shard(0) on the sampling axis (sequence-parallel).
 
         Returns:
             [num_rows, H] or [num_rows, K, H], plain as `hidden` was, or a DTensor Replicate() on
@@ -300,16 +303,18 @@ class ShardPlan:
             travel.
 
         Raises:
-            ValueError: too few rows, another placement, or another device.
+            ValueError: another number of rows, another placement, or another device.
         """
         self._check_admitted()
         shape = check.instance("hidden", hidden, Tensor).shape
         if isinstance(hidden, DTensor) and hidden.device_mesh.ndim > 1:
             shape = hidden.to_local().shape  # other axes keep rows of their own
-        if len(shape) not in (2, 3) or shape[0] < self.num_hidden_rows:
+        least, exact = self.num_hidden_rows, not (self.sequences or self.bucketed)
+        if len(shape) not in (2, 3) or shape[0] < least or (exact and shape[0] > least):
+            more = " (of longer sequences, give the plan a query_start_loc)" if exact else ""
             raise ValueError(
                 "hidden must have shape [N, H] or [N, K, H] with "
-                f"N >= {self.num_hidden_rows}, got {list(shape)}"
+                f"N {'=' if exact else '>='} {least}{more}, got {list(shape)}"
             )
         if hidden.device != self.packed.device:
             raise ValueError(f"hidden must lie on {self.packed.device}, got {hidden.device}")

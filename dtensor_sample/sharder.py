@@ -332,6 +332,7 @@ class BatchSharder:
             num_rows=holders * C,
             bucketed=bucketed,
             num_hidden_rows=num_hidden,
+            sequences=query_start_loc is not None,
             local_rows=rows_per_rank[me] if batch else by_all.rows,
             local_requests=len(own_B),
             max_requests_per_rank=most_requests,

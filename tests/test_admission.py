@@ -602,7 +602,7 @@ def refusals(mesh) -> tuple[dict[str, str], list[int]]:
     hidden = torch.zeros(9, 7, device=device)
     plain, plan = sharder.plan([0, 1, 2], [3] * 3), sharder.plan([0, 1, 2], [3] * 3, budget=2)
     whole, late = plan.admit(counts), sharder.plan([0, 1, 2], [3] * 3, after=plain)
-    logits = shard_vocab(whole.select(hidden), mesh)
+    logits = shard_vocab(whole.select(hidden[: whole.num_hidden_rows]), mesh)
     step = GraphedStep(lambda plans, *rows: None, state, capacities=[9])
     padded = torch.zeros_like(step.plan([0]).batch_slots)
     calls: dict[str, Callable[[], object]] = {
@@ -618,6 +618,7 @@ def refusals(mesh) -> tuple[dict[str, str], list[int]]:
         "confidences half": lambda: plan.best_first(sure.half(), drafts),
         "drafts as lists": lambda: plan.best_first(sure, [[0]] * 3),  # type: ignore[arg-type]
         "select": lambda: plan.select(hidden),
+        "select all rows": lambda: whole.select(hidden),
         "hidden rows": lambda: plan.hidden_requests,
         "no budget, hidden rows": lambda: sharder.plan([0], exchange="vocab").hidden_offsets,
         "no budget, hidden starts": lambda: plain.hidden_starts,
@@ -642,7 +643,8 @@ def refusals(mesh) -> tuple[dict[str, str], list[int]]:
         except ValueError as refused:
             said[name] = str(refused).replace(str(state.device), mesh.device_type)
     good = plan.admit(plan.best_first(sure, drafts))
-    return said, verifier(shard_vocab(good.select(hidden), mesh), good, drafts).num_sampled.tolist()
+    logits = shard_vocab(good.select(hidden[: good.num_hidden_rows]), mesh)
+    return said, verifier(logits, good, drafts).num_sampled.tolist()
 
 
 REFUSED = {
@@ -658,6 +660,7 @@ REFUSED = {
     "confidences half": "got torch.float16 of shape [3, 2]",
     "drafts as lists": "draft_token_ids must be a plain tensor, got list",
     "select": "plan must be given its drafts by plan.admit",
+    "select all rows": "hidden must have shape [N, H] or [N, K, H] with N = 5",
     "hidden rows": "plan must be given its drafts by plan.admit",
     "no budget, hidden rows": "plan must be made with a budget to admit drafts, got None",
     "no budget, hidden starts": "plan must be made with a budget to admit drafts, got None",

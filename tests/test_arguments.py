@@ -269,7 +269,15 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     ),
     "plan: too few hidden rows": (
         lambda b: b.plan().select(b.full[:1]),
-        ("hidden", "[1, 10]", "N >= 3"),
+        ("hidden", "[1, 10]", "N = 3"),
+    ),
+    "plan: hidden rows of whole prompts": (
+        lambda b: b.plan([0, 1]).select(b.full),
+        ("hidden", "[3, 10]", "N = 2", "query_start_loc"),
+    ),
+    "plan: hidden rows of too short prompts": (
+        lambda b: b.plan([0, 1], query_start_loc=[0, 3, 4]).select(b.full),
+        ("hidden", "[3, 10]", "N >= 4"),
     ),
     "plan: dtype of explain": (lambda b: b.plan().explain(torch.float64), ("dtype", "float64")),
     "add: logprob_token_ids": (

@@ -260,8 +260,8 @@ def test_refusals(ranks):
         "capacities must reach 2 rows an owner, got [1]",
         "plan must be made after the request in slot 0 was added",
         "tensors[0] must be a plain tensor, got DTensor",
-        "tensors[0] must have 1 to 2 rows, as many as requests in the plan to as many as fit, got s",
-        "tensors[0] must have 2 to 2 rows, as many as requests in the plan to as many as fit, got s",
+        "tensors[0] must have 1 to 2 rows, as many as requests in the plan to as many as fit, got",
+        "tensors[0] must have 2 to 2 rows, as many as requests in the plan to as many as fit, got",
         "plan must be made for this sampler's state",
         "plan must be a ShardPlan, got str",
     )
