@@ -69,7 +69,8 @@ class SamplingState:
             variable DTENSOR_SAMPLE_DEBUG.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument out of its range, or not the same on every rank. Whichever rank has
+            it, all ranks raise, but for a `mesh` that is none.
 
     Example:
         >>> state = SamplingState(mesh["tp"], vocab_size=32000)              # doctest: +SKIP
@@ -97,14 +98,38 @@ class SamplingState:
         self.axis = Axis.of(mesh)
         self.axis_name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None
         self.device = torch.empty(0, device=mesh.device_type).device
-        self.vocab_size = check.vocabulary(vocab_size)
-        self.max_num_reqs = check.integer("max_num_reqs", max_num_reqs, 1, MOST)
-        self.num_speculative_tokens = check.integer(
-            "num_speculative_tokens", num_speculative_tokens, 0, MOST
-        )
-        self.exchange = check_exchange(exchange)
-        self.logprobs_mode = check.one_of("logprobs_mode", logprobs_mode, LOGPROBS_MODES)
-        self.debug = debug_by_default() if debug is None else check.instance("debug", debug, bool)
+        self.needs_whole_rows: str | None = None
+        """Why steps of this state need whole rows, if they do: said to who asks for "vocab", which
+        "auto" then does not take."""
+        own_seed, error = None, None
+        replicated: dict[str, object] = {}
+        try:
+            self.vocab_size = check.vocabulary(vocab_size)
+            self.max_num_reqs = check.integer("max_num_reqs", max_num_reqs, 1, MOST)
+            self.num_speculative_tokens = check.integer(
+                "num_speculative_tokens", num_speculative_tokens, 0, MOST
+            )
+            self.exchange = check_exchange(exchange)
+            self.logprobs_mode = check.one_of("logprobs_mode", logprobs_mode, LOGPROBS_MODES)
+            own_seed = None if seed is None else check.seed_bits("seed", seed)
+            self.debug = (
+                debug_by_default() if debug is None else check.instance("debug", debug, bool)
+            )
+            self.processors = self._checked(processors)
+            replicated = {
+                "vocab_size": self.vocab_size,
+                "max_num_reqs": self.max_num_reqs,
+                "num_speculative_tokens": self.num_speculative_tokens,
+                "exchange": self.exchange,
+                "logprobs_mode": self.logprobs_mode,
+                "seed": own_seed,
+                "debug": self.debug,
+                "hardware": constants_of(machine_of(mesh.device_type)),
+            }
+        except ValueError as refused:
+            error = refused
+        # Ranks that were built differently, or not at all, would leave the others waiting later.
+        agree(self.axis, self.device, error, **replicated)
         with torch.inference_mode(False):  # updated in place, by steps inside and outside of it
             self.padded_positions = self._zeros(self.max_num_reqs + 1)
             """[max_num_reqs + 1] int64: `positions`, and one that padding moves on."""
@@ -125,9 +150,6 @@ class SamplingState:
         plans."""
         self.version = 0
         """How often a slot was filled or freed: plans of one version have the same requests."""
-        self.needs_whole_rows: str | None = None
-        """Why steps of this state need whole rows, if they do: said to who asks for "vocab", which
-        "auto" then does not take."""
         self.slot_edits = SlotEdits(
             self.axis,
             self.device,
@@ -136,31 +158,9 @@ class SamplingState:
             vocab_size=self.vocab_size,
         )
         """What requests ask of their values."""
-        self.processors = tuple(processors)
-        self._check_processors()
         self._requests: dict[int, Request] = {}
         self._staged: dict[int, tuple[int, ...]] = {}
         self._unseeded = 0
-        own_seed = None if seed is None else check.seed_bits("seed", seed)
-        # Ranks that were built differently would hang or part ways later: find out now.
-        known, error = None, None
-        try:
-            known = constants_of(machine_of(mesh.device_type))
-        except ValueError as refused:
-            error = refused
-        agree(
-            self.axis,
-            self.device,
-            error,
-            vocab_size=self.vocab_size,
-            max_num_reqs=self.max_num_reqs,
-            num_speculative_tokens=self.num_speculative_tokens,
-            exchange=self.exchange,
-            logprobs_mode=self.logprobs_mode,
-            seed=own_seed,
-            debug=self.debug,
-            hardware=known,
-        )
         self._base_seed = self._common(secrets.randbits(63)) if own_seed is None else own_seed
 
     def add(
@@ -282,16 +282,22 @@ class SamplingState:
             self.positions.index_copy_(0, staged[:, 0], staged[:, -1])
             self._staged.clear()
 
-    def _check_processors(self) -> None:
-        for i, processor in enumerate(self.processors):
+    def _checked(self, processors: object) -> tuple[Processor, ...]:
+        """Custom processors, and what follows from them."""
+        if not isinstance(processors, Sequence) or isinstance(processors, str | bytes):
+            raise ValueError(
+                f"processors must be a sequence of callables, got {type(processors).__name__}"
+            )
+        for i, processor in enumerate(processors):
             if not callable(processor):
                 raise ValueError(f"processors[{i}] must be callable, got {processor!r}")
-        if not all(map(per_token, self.processors)):
+        if not all(map(per_token, processors)):
             self.needs_whole_rows = "a processor has no attribute per_token of True"
             if self.exchange == "vocab":
                 raise ValueError(
                     f'exchange must be one of {WHOLE}, got "vocab": {self.needs_whole_rows}'
                 )
+        return tuple(processors)
 
     def on_host(self, plan: "ShardPlan", act: "HostPart") -> None:
         """Do what a step does besides launching kernels: now, or at every replay of its graph."""

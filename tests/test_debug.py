@@ -159,6 +159,35 @@ def outcomes(mesh) -> dict[str, str]:
         del os.environ["DTENSOR_SAMPLE_DEBUG"]
 
 
+def refused_states(mesh) -> list[str]:
+    """What each rank is told of arguments that one rank is refused for, without debug mode."""
+    odd, said = mesh.get_local_rank() == 1, []
+    wrong: tuple[dict[str, Any], ...] = (
+        {"vocab_size": 0},
+        {"max_num_reqs": 0},
+        {"exchange": "ring"},
+        {"seed": -1},
+        {"processors": 3},
+    )
+    for arguments in wrong:
+        try:
+            SamplingState(mesh, **{"vocab_size": V} | (arguments if odd else {}))
+        except ValueError as refused:
+            said.append(str(refused))
+    return said
+
+
+@worlds("cpu:4", "cuda:2")
+def test_a_state_that_one_rank_is_refused(ranks):
+    """Catches a rank that raises alone, and leaves the others waiting for it."""
+    for rank, said in enumerate(ranks.run(refused_states)):
+        names = ("vocab_size", "max_num_reqs", "exchange", "seed", "processors")
+        told = [f"arguments were refused on rank 1 of {ranks.size}"] * len(names)
+        assert len(said) == len(names)
+        for text, part in zip(said, names if rank == 1 else told, strict=True):
+            assert part in text
+
+
 @worlds("cpu:4", "cuda:2")
 def test_what_differs_is_named_on_every_rank(ranks):
     """Catches a mistake of one rank that leaves the others waiting, and false alarms."""
