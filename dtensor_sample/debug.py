@@ -6,7 +6,10 @@ mistake raises on all of them at once instead of leaving the others in a collect
 """
 
 import hashlib
+import itertools
 import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 
 import torch
 from torch import Tensor
@@ -26,11 +29,12 @@ def agree(axis: Axis, device: torch.device, error: ValueError | None, **replicat
         axis: the ranks that compare; every one of them must call this.
         device: where the collective runs.
         error: what this rank's own arguments were refused for.
-        replicated: named arguments: tensors (compared by content), or anything with a stable repr.
+        replicated: named arguments: tensors (compared by content), or anything with a stable repr;
+            mappings and named tuples of these, too.
 
     Raises:
         ValueError: `error` itself on the rank that has one; on the others, and where digests
-            differ, a message that names the ranks and the arguments.
+            differ, a message that names the ranks, the argument and the first part that differs.
     """
 
     def gathered(numbers: list[int]) -> list[list[int]]:
@@ -55,9 +59,13 @@ def agree(axis: Axis, device: torch.device, error: ValueError | None, **replicat
         replicated, gathered(list(map(_digest, replicated.values()))), strict=True
     ):
         if odd := _odd(seen):
+            usual = next(rank for rank in range(axis.size) if rank not in odd)
+            told = _every(axis, device, _lines(name, _plain(replicated[name])))
+            pairs = list(itertools.zip_longest(told[usual], told[odd[0]]))
+            a, b = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
             raise ValueError(
                 f"{name} must be the same on every rank, and differs on rank {_listed(odd)} of "
-                f"{axis.size}; rank {axis.rank} has {_shown(replicated[name])}"
+                f"{axis.size}: rank {usual} has {_shown(a)}, rank {odd[0]} has {_shown(b)}"
             )
 
 
@@ -68,14 +76,51 @@ def _odd(seen: list[int]) -> list[int]:
 
 
 def _digest(value: object) -> int:
-    if isinstance(value, Tensor):
-        value = (tuple(value.shape), value.dtype, value.tolist())
-    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(_plain(value)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
+def _plain(value: object) -> object:
+    """What stands for a value: numbers for tensors."""
+    if isinstance(value, Tensor):
+        return {"shape": tuple(value.shape), "dtype": value.dtype, "values": value.tolist()}
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {key: _plain(part) for key, part in zip(value._fields, value, strict=True)}
+    return value
+
+
+def _lines(path: str, value: object) -> Iterator[str]:
+    """Every part of a value, by its path, and how many parts there are."""
+    parts: Iterable[tuple[object, object]]
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = [(field.name, getattr(value, field.name)) for field in fields(value) if field.repr]
+    else:
+        yield f"{path} = {value!r}"
+        return
+    parts = list(parts)
+    yield f"len({path}) = {len(parts)}"
+    for key, part in parts:
+        yield from _lines(f"{path}[{key}]", part)
+
+
+def _every(axis: Axis, device: torch.device, lines: Iterable[str]) -> list[list[str]]:
+    """The lines of every rank."""
+    text = "\n".join(lines).encode()
+    longest = int(axis.all_gather(torch.tensor([len(text)], device=device)).max())
+    padded = torch.tensor(list(text.ljust(longest, b"\n")), dtype=torch.uint8, device=device)
+    every = axis.all_gather(padded).tolist()
+    return [bytes(row).decode().rstrip("\n").split("\n") for row in every]
+
+
+def _shown(text: str | None) -> str:
+    if text is None:
+        return "no more of it"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 

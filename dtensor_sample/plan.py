@@ -378,13 +378,13 @@ class ShardPlan:
                 check.instance("mask", mask, TokenBitmask).check(self)
         except ValueError as refused:
             error = refused
-        given = (getattr(logits, name, None) for name in ("shape", "dtype", "placements"))
-        rows = (self.num_logits, self.budget, self.owners, self.capacity, self.num_rows)
-        plan = (self.slots, self.exchange.name, rows)
+        given = {name: getattr(logits, name, None) for name in ("shape", "dtype", "placements")}
+        alike = ("slots", "num_logits", "budget", "owners", "capacity", "num_rows")
+        plan = {"exchange": self.exchange.name} | {name: getattr(self, name) for name in alike}
         if isinstance(mask, TokenBitmask):
             replicated |= vars(mask)
         at = {"positions": self.positions, "admitted": self.counts}
-        state.agree(error, plan=plan, logits=tuple(given), **at, **replicated)
+        state.agree(error, plan=plan, logits=given, **at, **replicated)
         assert layout is not None
         state.slot_edits.learn(self.exchange, self._columns(layout))
         splits = [self.capacity * (steps or 1)] * state.axis.size

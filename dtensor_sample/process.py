@@ -527,8 +527,12 @@ class SlotEdits:
 
     def digest(self, slots: Sequence[int]) -> object:
         """What must be the same on every rank about `slots`."""
-        kept = [self._kept.get(slot) for slot in slots]
-        return [k and (k.prompt, k.output, k.owner, k.row) for k in kept]
+        kept = {slot: self._kept.get(slot) for slot in slots}
+        return {
+            f"slot {slot}": own
+            and {"prompt": own.prompt, "output": own.output, "owner": own.owner, "row": own.row}
+            for slot, own in kept.items()
+        }
 
     # --- what the device knows
 

@@ -174,17 +174,22 @@ class BatchSharder:
         return plan
 
     def _replicated(self, plan: ShardPlan | None) -> dict[str, object]:
-        """What must be the same on every rank, for debug mode; nothing where a plan was refused."""
+        """What must be the same on every rank, for debug mode; nothing where a plan was refused.
+
+        What others follow from comes before them.
+        """
+        if plan is None:
+            return {}
         return {
-            "slots": plan and plan.slots,
-            "num_logits": plan and plan.num_logits,
-            "budget": plan and plan.budget,
-            "capacity": plan and plan.capacity,
-            "exchange": plan and plan.exchange.name,
-            "owners": plan and plan.owners,
-            "positions": plan and plan.positions,
-            "requests": plan and self.state.digest(plan.slots),
-            "hidden rows": plan and plan.logits_indices,
+            "slots": plan.slots,
+            **self.state.digest(plan.slots),
+            "num_logits": plan.num_logits,
+            "budget": plan.budget,
+            "exchange": plan.exchange.name,
+            "capacity": plan.capacity,
+            "owners": plan.owners,
+            "positions": plan.positions,
+            "hidden rows": plan.logits_indices,
         }
 
     def _plan(

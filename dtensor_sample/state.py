@@ -256,11 +256,15 @@ class SamplingState:
             among=sharding,
         )
 
-    def digest(self, slots: Sequence[int]) -> object:
-        """What must be the same on every rank about the requests of `slots`."""
-        requests = [self._requests.get(slot) for slot in slots]
-        kept = self.drafts.digest(slots), self.slot_edits.digest(slots)
-        return requests, kept, self._base_seed, self._unseeded
+    def digest(self, slots: Sequence[int]) -> dict[str, object]:
+        """What must be the same on every rank about the requests of `slots`, by name."""
+        return {
+            "requests": {f"slot {slot}": self._requests.get(slot) for slot in slots},
+            "requests' drafts": self.drafts.digest(slots),
+            "requests' edits": self.slot_edits.digest(slots),
+            "base seed": self._base_seed,
+            "unseeded requests": self._unseeded,
+        }
 
     def pinned(self, exchange: str | None) -> dict[int, int]:
         """The rank that must sample each slot that it keeps something of, if one must."""

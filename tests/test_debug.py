@@ -1,7 +1,7 @@
 """Debug mode: what one rank got wrong is told to all of them, and nothing else is."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,8 +52,9 @@ class Engine:
         seeds = [odd_seed if row == ROWS // 2 else row for row in range(ROWS)]
         return SamplingParams.batch([SamplingParams(seed=seed) for seed in seeds], self.full.device)
 
-    def admit(self, position: int) -> None:
-        self.state.add(5, SamplingParams(), position=position)
+    def admit(self, position: int, prompt: Sequence[int] = (), **asked: Any) -> None:
+        params = SamplingParams(seed=0, **asked)
+        self.state.add(5, params, position=position, prompt_token_ids=prompt)
         try:
             self.sharder.plan([5])
         finally:
@@ -89,18 +90,42 @@ class Engine:
 
 
 DIFFERING: dict[str, tuple[Callable[[Any], object], str]] = {
-    "slots": (lambda e: e.sharder.plan([e.odd]), "slots"),
+    "slots": (
+        lambda e: e.sharder.plan([e.odd]),
+        "rank 0 has slots[0] = 0, rank 1 has slots[0] = 1",
+    ),
+    "more slots": (
+        lambda e: e.sharder.plan([0, 1][: 1 + e.odd]),
+        "rank 0 has len(slots) = 1, rank 1 has len(slots) = 2",
+    ),
     "slots refused on one rank": (lambda e: e.sharder.plan([7 * e.odd]), ""),
-    "exchange": (lambda e: e.sharder.plan([0], exchange=("batch", "vocab")[e.odd]), "exchange"),
+    "exchange": (
+        lambda e: e.sharder.plan([0, 1, 2], exchange=("batch", "vocab")[e.odd]),
+        "rank 0 has exchange = 'batch', rank 1 has exchange = 'vocab'",
+    ),
     "budget": (lambda e: e.sharder.plan([0], budget=e.odd), "budget"),
     "admitted drafts": (lambda e: e.admit_drafts(e.odd), "admitted"),
     "positions": (lambda e: e.sharder.plan([0], positions=[e.odd]), "positions"),
-    "a request's position": (lambda e: e.admit(e.odd), "requests"),
+    "a request's position": (
+        lambda e: e.admit(e.odd),
+        "rank 0 has requests[slot 5][position] = 0, rank 1 has requests[slot 5][position] = 1",
+    ),
+    "one of many params of a request": (
+        lambda e: e.admit(0, allowed_token_ids=range(9), bad_words_ids=[[1, 2]], min_p=e.odd / 2),
+        "rank 0 has requests[slot 5][params][min_p] = 0.0, rank 1 has requests[slot 5][params]",
+    ),
+    "a prompt": (
+        lambda e: e.admit(0, prompt=[1, 2, 3 + e.odd], presence_penalty=1.0),
+        "rank 0 has requests' edits[slot 5][prompt][2] = 3, rank 1 has requests' edits",
+    ),
     "logits dtype": (
         lambda e: sample((e.logits, e.logits.bfloat16())[e.odd], SamplingParams(), position=0),
-        "logits",
+        "rank 0 has logits[dtype] = torch.float32, rank 1 has logits[dtype] = torch.bfloat16",
     ),
-    "one seed of many": (lambda e: sample(e.many, e.params(e.odd), position=0), "params"),
+    "one seed of many": (
+        lambda e: sample(e.many, e.params(e.odd), position=0),
+        "rank 0 has params[seed][values][150] = 0, rank 1 has params[seed][values][150] = 1",
+    ),
     "position": (lambda e: sample(e.logits, SamplingParams(), position=e.odd), "position"),
     "position refused on one rank": (
         lambda e: sample(e.logits, SamplingParams(), position=-e.odd),
@@ -110,7 +135,7 @@ DIFFERING: dict[str, tuple[Callable[[Any], object], str]] = {
     "method": (lambda e: e.verify(0, ("block", "standard")[e.odd]), "method"),
     "another plan": (
         lambda e: e.another_plan({"num_logits": [1, 2]}, {"num_logits": [2, 1]}),
-        "plan",
+        "rank 0 has plan[num_logits][0] = 1, rank 1 has plan[num_logits][0] = 2",
     ),
     "another plan's positions": (
         lambda e: e.another_plan(

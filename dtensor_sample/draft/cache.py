@@ -105,7 +105,8 @@ class DraftCache:
 
     def digest(self, slots: Sequence[int]) -> object:
         """What must be the same on every rank about the drafts of `slots`."""
-        return [(self._kept[s].owner, self._kept[s].steps) if s in self._kept else 0 for s in slots]
+        kept = {slot: self._kept.get(slot) for slot in slots}
+        return {f"slot {slot}": own and (own.owner, own.steps) for slot, own in kept.items()}
 
     def check(self, plan: ShardPlan) -> None:
         """Refuse a step in which the drafts that its requests have could not be read.
