@@ -174,6 +174,12 @@ CASES: dict[str, tuple[Callable[[Bench], object], tuple[str, ...]]] = {
     "too few last tokens": (lambda b: b.draft([1, 2, 3]), ("last_token_ids", "4 entries", "3")),
     "last token beyond": (lambda b: b.draft([1, 2, 3, V]), ("last_token_ids[3]", "[0, 9]", "10")),
     "no last token": (lambda b: b.draft([1, -1, 3, 4]), ("last_token_ids[1]", "[0, 9]", "-1")),
+    "last tokens, a DTensor": (
+        lambda b: b.draft(
+            shard_vocab(torch.zeros(1, 4, dtype=torch.int64, device=b.device), b.mesh)
+        ),
+        ("last_token_ids", "plain", "DTensor"),
+    ),
     "last tokens, shape": (
         lambda b: b.draft(torch.zeros(3, dtype=torch.int64, device=b.device)),
         ("last_token_ids", "[4]", "[3]"),
@@ -333,19 +339,26 @@ def test_debug_mode_names_the_rank(ranks):
         assert after == f"returned {GOOD}"
 
 
-def clamped(mesh) -> list:
-    """Tokens on the device are not looked at: what is out of range counts as the nearest id."""
+def after_no_ids(mesh) -> tuple[list, list]:
+    """Blocks after tokens on the device, which are not looked at: some are no ids."""
     bench = Bench(mesh)
     w1 = torch.zeros(V, R, device=mesh.device_type)
     w1[0, 0], w1[-1, 1] = 9, 9
     w2 = torch.eye(R, V, device=mesh.device_type)
-    drafter = SequentialDraftSampler(bench.state, MarkovHead(w1, w2), loop="sharded")
+    weight = torch.zeros(WIDTH + R)
+    head = MarkovHead(w1, w2, confidence=weight)
+    drafter = SequentialDraftSampler(bench.state, head, loop="sharded")
     plan = bench.sharder.plan(range(4))
-    last = torch.tensor([-5, 2**40, 0, V - 1], device=mesh.device_type)
-    return drafter(bench.logits(plan), plan, last).token_ids[:, 0].tolist()
+    last = torch.tensor([-1, 2**40, 0, V - 1], device=mesh.device_type)
+    tokens, told = drafter(bench.logits(plan), plan, last, bench.hidden(plan))
+    assert told is not None
+    return tokens[:, :2].tolist(), told[:, 0].tolist()
 
 
 @worlds("cpu:2", "cuda:2")
-def test_tokens_on_the_device_are_clamped(ranks):
-    for tokens in ranks.run(clamped):
-        assert tokens == [0, 1, 0, 1]
+def test_nothing_is_drafted_after_no_id(ranks):
+    """Catches the -1 of a row that failed, if a block follows as if it were token 0."""
+    for tokens, told in ranks.run(after_no_ids):
+        assert tokens[:2] == [[-1, -1]] * 2
+        assert [row[0] for row in tokens[2:]] == [0, 1]
+        assert told == [0, 0, 0.5, 0.5]

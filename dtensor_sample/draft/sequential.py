@@ -232,7 +232,10 @@ class SequentialDraftSampler:
                 dtype over the life of the state, and under `vocab` padded as the target's are.
             plan: of one row a request. Positions do not advance: all drafts of a block are keyed
                 by the position of its first token and by their step.
-            last_token_ids: [B] ids, the last token of each request so far.
+            last_token_ids: [B] int64 or int32, the last token of each request so far. A tensor on
+                the state's device, which for a state on CPUs is any CPU tensor, is not looked at: a
+                request whose entry is no id, as the -1 of a row that failed, drafts nothing. Other
+                data is checked.
             hidden: [num_rows, K, H], what the logits were computed from, of a dtype that logits may
                 have, plain or a DTensor Replicate(); needed, and only then, if the head tells
                 confidences.
@@ -376,7 +379,7 @@ class SequentialDraftSampler:
             )
 
     def _last(self, given: Tensor | Sequence[int], plan: ShardPlan) -> Tensor:
-        """[B] int64 tokens on the device, where they are clamped; on the host they are checked."""
+        """[B] int64 tokens on the device, -1 for what is no id there; others are checked."""
         B, device, V = len(plan.batch_slots), self.state.device, self.state.vocab_size
         if isinstance(given, Tensor) and given.device == device and not isinstance(given, DTensor):
             if given.shape != (B,) or given.dtype not in (torch.int64, torch.int32):
@@ -384,7 +387,8 @@ class SequentialDraftSampler:
                     f"last_token_ids must be int64 of shape [{B}], got {given.dtype} of shape "
                     f"{list(given.shape)}"
                 )
-            return given.to(torch.int64).clamp(0, V - 1)
+            last_B = given.to(torch.int64)
+            return torch.where((last_B >= 0) & (last_B < V), last_B, -1)
         ids = check.integers("last_token_ids", given, B, 0, V - 1)
         return torch.tensor(ids, dtype=torch.int64).to(device, non_blocking=True)
 
