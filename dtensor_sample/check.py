@@ -80,6 +80,8 @@ def integers(
     high: int | None = None,
 ) -> list[int]:
     """A flat sequence of ints on the host in [low, high]; arrays and CPU tensors too."""
+    if isinstance(values, DTensor):
+        raise ValueError(f"{name} must be plain host data, got a DTensor")
     if isinstance(values, Tensor) and not values.is_cpu:
         raise ValueError(f"{name} must be host data, got a tensor on {values.device}")
     if isinstance(values, Tensor | np.ndarray):
@@ -93,6 +95,20 @@ def integers(
     ):
         return list(values)  # nothing to tell apart, and many times as fast
     return [integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(values)]
+
+
+def bools(name: str, values: object, length: int) -> list[bool]:
+    """A flat sequence of bools, or an array of them."""
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise ValueError(f"{name} must be a sequence of bools, got {type(values).__name__}")
+    if len(values) != length:
+        raise ValueError(f"{name} must have {length} entries, got {len(values)}")
+    for i, value in enumerate(values):
+        if not isinstance(value, bool | np.bool_):
+            raise ValueError(f"{name}[{i}] must be a bool, got {value!r}")
+    return list(map(bool, values))
 
 
 def on_device(

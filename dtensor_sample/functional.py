@@ -204,7 +204,9 @@ def _positions(
     position: int | Sequence[int] | Tensor, lead: torch.Size, device: torch.device
 ) -> Tensor:
     """[T] int64 on the device. Values of a device tensor are clamped later, others checked."""
-    if isinstance(position, Tensor) and not isinstance(position, DTensor):
+    if isinstance(position, DTensor):
+        raise ValueError("position must be a plain tensor or integers, got a DTensor")
+    if isinstance(position, Tensor):
         if position.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"position must be int64, got {position.dtype}")
         on_host = position.is_cpu and not torch.compiler.is_compiling()

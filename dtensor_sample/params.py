@@ -7,8 +7,9 @@ float64, and rounded once: no rank and no device computes it again.
 """
 
 import math
+import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,9 @@ CANDIDATES = (64, 256)
 GREEDY_TEMPERATURE = 1e-5
 MOST_IDS = (1 << 31) - 1
 """Of a vocabulary."""
+_EDITING = tuple(field.name for field in fields(Processing) if field.init)
+_TELLING = ("logprobs", "logprob_token_ids", "kept_capacity", "entropy")
+"""Fields of params that need a state."""
 
 
 class Wants(NamedTuple):
@@ -246,8 +250,15 @@ def refuse_edits(params: Sequence[SamplingParams]) -> None:
         if p.needs.edited:
             raise ValueError(
                 f"params[{i}] must have no bias, penalty, bad words or min_tokens, which need a "
-                f"SamplingState, got {p}"
+                f"SamplingState, got {_first_set(p, _EDITING)}"
             )
+
+
+def _first_set(params: SamplingParams, names: Sequence[str]) -> str:
+    """The first of some fields that is not as it is by default, and its value, if not too long."""
+    default = SamplingParams()
+    name = next(name for name in names if getattr(params, name) != getattr(default, name))
+    return f"{name}={reprlib.repr(getattr(params, name))}"
 
 
 def batch_of(params: Sequence[SamplingParams], rows_T: Tensor, base_seed: int) -> BatchedParams:
@@ -272,11 +283,11 @@ def batch_of(params: Sequence[SamplingParams], rows_T: Tensor, base_seed: int) -
 
 def _refuse_told(params: Sequence[SamplingParams]) -> None:
     """Raise ValueError if one asks for what only samplers with a state do."""
-    for p in params:
+    for i, p in enumerate(params):
         if p.wants.logprobs:
             raise ValueError(
-                "params must not ask for logprobs, logprob_token_ids, kept_capacity or entropy "
-                f"without a state, whose samplers tell them, got {p}"
+                f"params[{i}] must not ask for {', '.join(_TELLING)} without a state, whose "
+                f"samplers tell them, got {_first_set(p, _TELLING)}"
             )
     refuse_edits(params)
 

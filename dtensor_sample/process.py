@@ -167,10 +167,10 @@ def _biases(given: object) -> tuple[tuple[int, float], ...]:
     for pair in pairs:
         if not isinstance(pair, Sequence) or len(pair) != 2:
             raise ValueError(f"logit_bias must map ids to numbers, got {pair!r}")
-        id_ = check.integer("logit_bias", pair[0], 0, _LAST_ID)
+        id_ = check.integer("an id of logit_bias", pair[0], 0, _LAST_ID)
         if id_ in biases:
             raise ValueError(f"logit_bias must have each id once, got {id_} more than once")
-        banned = isinstance(pair[1], float) and pair[1] == -math.inf
+        banned = isinstance(pair[1], float | np.floating) and pair[1] == -math.inf
         name = f"logit_bias[{id_}]"
         biases[id_] = -math.inf if banned else check.real(name, pair[1], -_LARGEST, _LARGEST)
     return tuple(sorted(biases.items()))
@@ -239,11 +239,6 @@ class TokenBitmask:
                 f"{type(mask).__name__} of {mask.dtype} and shape {list(mask.shape)}"
             )
         chosen = self._chosen(plan)
-        if len(chosen) != B:
-            raise ValueError(f"requests must have {B} entries, got {len(chosen)}")
-        for i, flag in enumerate(chosen):
-            if not isinstance(flag, bool):
-                raise ValueError(f"requests[{i}] must be a bool, got {flag!r}")
         lanes = len(plan.batch_slots)
         rows = sum(n for n, flag in zip(plan.num_logits, chosen, strict=True) if flag)
         padded = lanes if self._in_place(plan) else rows  # what a graph reads
@@ -255,7 +250,7 @@ class TokenBitmask:
                 f"masked requests, got {list(mask.shape)}"
             )
         count = self.num_acceptable
-        if isinstance(count, Tensor) and count.device.type != "cpu":
+        if isinstance(count, Tensor) and not isinstance(count, DTensor) and not count.is_cpu:
             if count.dtype != torch.int64 or count.shape != plan.batch_slots.shape:
                 raise ValueError(
                     f"num_acceptable must be int64 of shape [{B}], got {count.dtype} of shape "
@@ -299,8 +294,10 @@ class TokenBitmask:
         """Whether rows are read where they are, and found without the host."""
         return self.requests is None and self.bitmask.device == plan.state.device
 
-    def _chosen(self, plan: ShardPlan) -> Sequence[bool]:
-        return [True] * len(plan.slots) if self.requests is None else self.requests
+    def _chosen(self, plan: ShardPlan) -> list[bool]:
+        if self.requests is None:
+            return [True] * len(plan.slots)
+        return check.bools("requests", self.requests, len(plan.slots))
 
 
 class RowContext(NamedTuple):

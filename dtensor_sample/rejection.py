@@ -366,20 +366,15 @@ class RejectionSampler:
         kept = [steps > 0 for steps in plan.draft_steps]
         if given is None:
             return [not drawn for drawn in kept]
-        if not isinstance(given, Sequence):
-            raise ValueError(f"one_hot must be a sequence of bools, got {type(given).__name__}")
-        if len(given) != len(kept):
-            raise ValueError(f"one_hot must have {len(kept)} entries, got {len(given)}")
-        for i, (hot, drawn, slot) in enumerate(zip(given, kept, plan.slots, strict=True)):
-            if not isinstance(hot, bool):
-                raise ValueError(f"one_hot[{i}] must be a bool, got {hot!r}")
+        chosen = check.bools("one_hot", given, len(kept))
+        for i, (hot, drawn, slot) in enumerate(zip(chosen, kept, plan.slots, strict=True)):
             # One row has no drafts, and greedy requests ask for no q.
             q_matters = plan.num_logits[i] > 1 and not self.state.request(slot).params.greedy
             if q_matters and not (hot or drawn):
                 raise ValueError(
                     f"one_hot[{i}] must be True, got False: no draft logits are kept of slot {slot}"
                 )
-        return [hot or not drawn for hot, drawn in zip(given, kept, strict=True)]
+        return [hot or not drawn for hot, drawn in zip(chosen, kept, strict=True)]
 
     def _grid(
         self, target: Logits, plan: ShardPlan, drafts_BK: Tensor, one_hot_B: list[bool]

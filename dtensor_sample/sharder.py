@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dtensor_sample import check
 from dtensor_sample.choose import fastest, machine_of
@@ -460,7 +461,7 @@ def _ends(query_start_loc: Sequence[int], rows_B: Array) -> Array:
 
 def _on_device(positions: Sequence[int] | Tensor, length: int, device: torch.device) -> Tensor:
     """Positions given by the caller, on the device. Values already there are clamped, not read."""
-    if isinstance(positions, Tensor) and positions.device.type != "cpu":
+    if isinstance(positions, Tensor) and not (positions.is_cpu or isinstance(positions, DTensor)):
         wanted = (torch.Size([length]), torch.int64, device)
         if (positions.shape, positions.dtype, positions.device) != wanted:
             raise ValueError(

@@ -14,6 +14,7 @@ from dtensor_sample import (
     Sampler,
     SamplingParams,
     SamplingState,
+    TokenBitmask,
     replicated,
     sample,
     vocab_sharded,
@@ -53,6 +54,11 @@ class Bench:
 
     def plan(self, slots=(0, 1, 2), *args, **kwargs):
         return self.sharder.plan(slots, *args, **kwargs)
+
+    def mask(self, requests: Any) -> None:
+        """Check a grammar's mask of one row."""
+        bitmask = torch.ones(1, 1, dtype=torch.int32, device=self.full.device)
+        TokenBitmask(bitmask=bitmask, requests=requests).check(self.plan())
 
     def step(self) -> list[int]:
         plan = self.plan()
@@ -98,11 +104,15 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "entropy number": (lambda b: P(entropy=1), ("entropy", "int", "bool")),
     "sample tells nothing": (
         lambda b: b.sample(params=P(logprobs=0)),
-        ("params", "logprobs=0", "without a state"),
+        ("params[0]", "got logprobs=0", "without a state"),
     ),
     "batch tells nothing": (
         lambda b: P.batch([P(entropy=True)], "cpu"),
-        ("params", "entropy=True", "without a state"),
+        ("params[0]", "got entropy=True", "without a state"),
+    ),
+    "batch edits nothing": (
+        lambda b: P.batch([P(), P(allowed_token_ids=range(99))], "cpu"),
+        ("params[1]", "got allowed_token_ids=(0, 1, 2, 3, 4, 5, ...)"),
     ),
     "plain logits": (lambda b: b.sample(b.full), ("logits", "Tensor", "vocab_sharded")),
     "integer logits": (lambda b: b.sample(b.logits.long()), ("logits", "int64", "float")),
@@ -121,6 +131,20 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         ("params[1]", "None"),
     ),
     "position below 0": (lambda b: b.sample(position=-1), ("position", "-1", "[0, 2**63)")),
+    "position a DTensor": (
+        lambda b: b.sample(position=shard_vocab(torch.zeros(3, 4).long(), b.mesh)),
+        ("position", "plain", "DTensor"),
+    ),
+    "plan: positions a DTensor": (
+        lambda b: b.plan(positions=b.logits),
+        ("positions", "plain", "DTensor"),
+    ),
+    "mask: requests no list": (
+        lambda b: b.mask(3),
+        ("requests", "sequence of bools", "int"),
+    ),
+    "mask: requests no bools": (lambda b: b.mask([1, 0, 0]), ("requests[0]", "bool", "1")),
+    "mask: requests too few": (lambda b: b.mask([True]), ("requests", "3 entries", "1")),
     "position fraction": (lambda b: b.sample(position=0.5), ("position", "0.5", "integer")),
     "position text": (lambda b: b.sample(position="x"), ("position", "x", "integer")),
     "position of 65 bits": (lambda b: b.sample(position=2**64), ("position", str(2**64))),

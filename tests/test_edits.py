@@ -257,7 +257,7 @@ def test_refusals(ranks):
         "output_token_ids[0] must be an integer in [0, 10], got 11",
         'exchange must be "batch", under which biases and counts are kept, got "vocab" for slot 0',
         'exchange must be "batch", under which biases and counts are kept, got "replicate" for',
-        "params[0] must have no bias, penalty, bad words or min_tokens, which need a SamplingState",
+        "penalty, bad words or min_tokens, which need a SamplingState, got presence_penalty=1.0",
     )
     for said in ranks.run(refusals):
         assert len(said) == len(wanted)
@@ -267,7 +267,7 @@ def test_refusals(ranks):
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": 3}, "logit_bias must map ids to numbers, got 3"),
-    ({"logit_bias": {-1: 1.0}}, "logit_bias must be an integer in"),
+    ({"logit_bias": {-1: 1.0}}, "an id of logit_bias must be an integer in .*, got -1"),
     ({"logit_bias": {1: INF}}, "logit_bias\\[1\\] must be a number in"),
     ({"logit_bias": {1: math.nan}}, "logit_bias\\[1\\] must be a number in"),
     ({"logit_bias": {1: 1e39}}, "logit_bias\\[1\\] must be a number in"),
@@ -307,6 +307,8 @@ def test_params_keep_what_they_are_given():
     words[0].append(9)
     assert params.logit_bias == ((2, -INF), (5, 1.0))
     assert params.bad_words_ids == ((1, 2), (3,))
+    half: Any = {1: np.float32(-INF)}
+    assert SamplingParams(logit_bias=half).logit_bias == ((1, -INF),)
     copy = params.spawn(1)[0]
     assert (copy.logit_bias, copy.bad_words_ids) == (params.logit_bias, params.bad_words_ids)
     assert hash(copy) == hash(params.spawn(1)[0])

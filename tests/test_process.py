@@ -233,7 +233,8 @@ def masked_tokens(
     full = torch.linspace(-1, 1, V, device=mesh.device_type).expand(B, V)
     logits = shard_vocab(plan.select(full), mesh)
     chosen = [bool(ids) or own != {} for ids, own in zip(rows, asked, strict=True)]
-    mask = TokenBitmask(bitmask=words_BX[torch.tensor(chosen)], requests=chosen)
+    flags: Any = np.array(chosen)
+    mask = TokenBitmask(bitmask=words_BX[torch.tensor(chosen)], requests=flags)
     output = Sampler(state)(logits, plan, mask=mask)
     return output.token_ids[:, 0].tolist(), output.failed.tolist()
 
