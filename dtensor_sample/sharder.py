@@ -4,9 +4,7 @@ A plan is a pure function of replicated host data, so ranks never talk to agree 
 shapes and the collectives of a step are the same on every rank.
 """
 
-import functools
 import itertools
-import logging
 from collections.abc import Hashable, Sequence
 from types import NoneType
 from typing import Any
@@ -22,6 +20,7 @@ from dtensor_sample.cost import Shape, shape_of, within
 from dtensor_sample.draft.admit import packed_lanes
 from dtensor_sample.exchange import WHOLE, check_exchange, exchange_of
 from dtensor_sample.layout import check_dtype
+from dtensor_sample.log import say
 from dtensor_sample.params import Filters, SamplingParams, Wants, filters_of, wants_of
 from dtensor_sample.plan import INDICES, ShardPlan
 from dtensor_sample.process import needs_of
@@ -395,7 +394,7 @@ class BatchSharder:
         if batch is None and every is not None:
             batch, among = by_owners, tuple(name for name in among if name != "batch")
         if state.needs_whole_rows is not None:
-            say(f'"auto" takes one of {WHOLE}: {state.needs_whole_rows}')
+            say(state.axis, f'"auto" takes one of {WHOLE}: {state.needs_whole_rows}')
         return fastest(
             machine_of(state.device.type),
             batch or by_owners,
@@ -411,12 +410,6 @@ class BatchSharder:
 
 def _listed(values: object) -> bool:
     return values is None or isinstance(values, list | tuple | range)
-
-
-@functools.cache
-def say(text: str) -> None:
-    """Say it once."""
-    logging.getLogger("dtensor_sample").warning(text)
 
 
 def _asked(params: Sequence[SamplingParams], wants: Wants, lanes: int) -> Array:

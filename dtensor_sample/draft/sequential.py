@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dtensor_sample import check, ops
 from dtensor_sample.exchange import Axis, Logits, exchange_of
 from dtensor_sample.layout import DTYPES
+from dtensor_sample.log import say
 from dtensor_sample.ops.largest import TOP_P_ONE
 from dtensor_sample.ops.markov import MOST_FACTORS
 from dtensor_sample.params import CANDIDATES, Filters, RowParams
@@ -36,7 +37,6 @@ from dtensor_sample.plan import ShardPlan, check_plan
 from dtensor_sample.process import process
 from dtensor_sample.random import DRAFT
 from dtensor_sample.sampler import draw
-from dtensor_sample.sharder import say
 from dtensor_sample.state import SamplingState
 from dtensor_sample.weigh import weigh
 
@@ -354,7 +354,7 @@ class SequentialDraftSampler:
         ):
             reason = "draft_logits are not sharded over the vocabulary"
         if self.loop == "auto" and reason is not None:
-            say(f"the drafting loop runs on every rank: {reason}")
+            say(self.state.axis, f"the drafting loop runs on every rank: {reason}")
         if plan.exchange.name == "batch" and (
             self.loop == "replicated" or (self.loop == "auto" and reason is not None)
         ):
