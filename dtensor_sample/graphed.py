@@ -150,6 +150,7 @@ class GraphedStep:
     ) -> ShardPlan:
         """As `BatchSharder.plan`, padded to the smallest capacity that holds the rows.
 
+        Its arguments mean what they mean there, `positions` too.
         With `after`, padded to as many requests as that plan has.
 
         Raises:

@@ -128,7 +128,9 @@ class BatchSharder:
             exchange: for this step, by default the state's. "auto" takes what is predicted to be
                 fastest, or what wide state of the state is bound to.
             positions: [B], of each request's next token, instead of the state's, which then stay.
-                The only argument that may lie on the device; negative values there count as 0.
+                All else that a request has advances with what is emitted even so: its counts, its
+                progress towards `min_tokens`, the text that bad words are looked for in. The only
+                argument that may lie on the device; negative values there count as 0.
             budget: how many drafts of the batch are verified at most, whichever requests have them;
                 `num_logits` then limits those of each. `ShardPlan.admit` tells which. The step has
                 at most B + budget rows and padding. None: all drafts.

@@ -318,6 +318,27 @@ def test_a_grammar_with_one_path(ranks, exchange):
         assert (text == path) == (slot > 0)
 
 
+def at_given_positions(mesh, exchange: str) -> tuple[list[int], int]:
+    """Tokens of steps whose positions are given, and the state's own position after them."""
+    state = SamplingState(mesh, vocab_size=4, max_num_reqs=1, exchange=exchange, seed=0)
+    asked = {"presence_penalty": 1.5, "min_tokens": 3, "stop_token_ids": [3]}
+    state.add(0, SamplingParams(temperature=0, **asked))  # type: ignore[arg-type]
+    rows, tokens = torch.tensor([[0.0, 1.0, 2.0, 3.0]], device=mesh.device_type), []
+    for _ in range(4):
+        plan = BatchSharder(state).plan([0], positions=[7])
+        logits = shard_vocab(plan.select(rows), mesh)
+        tokens += Sampler(state)(logits, plan).token_ids[0].tolist()
+    return tokens, int(state.positions[0])
+
+
+@worlds("cpu:2", "cuda:2")
+@pytest.mark.parametrize("exchange", ["batch", "vocab"])
+def test_counts_advance_though_positions_are_given(ranks, exchange):
+    """Catches counts that stay where positions do, against what `plan` says."""
+    for found in ranks.run(at_given_positions, exchange):
+        assert found == ([2, 1, 2, 3], 0)
+
+
 # --- where it lies
 
 
