@@ -212,6 +212,30 @@ def test_figures_of_the_guide_are_those_of_the_report():
             assert abs(float(mib) - float(record["extra_mib"])) <= (0.05 if "." in mib else 0.5)
 
 
+def test_figures_of_the_readme_are_those_of_the_report():
+    """The same of the README: its table of steps, and what it says of the host's time."""
+    text = (ROOT / "README.md").read_text()
+    with (ROOT / "docs" / "2026-11-30-bench-h200-x2.csv").open() as file:
+        found = list(csv.DictReader(file))
+    us = {(r["k"], r["filters"], r["way"], r["rows"]): float(r["us"]) for r in found}
+    part = re.findall(r"^\| us a step .*?\n\n", text, re.DOTALL | re.MULTILINE)[0]
+    cells_of = [[c.strip() for c in line.split("|")[1:-1]] for line in part.splitlines()[:-1]]
+    header, _, *lines = cells_of
+    rows = [cell.split()[0] for cell in header[1:-1]]
+    kinds = ["0 off"] * 4 + ["0 on"] * 3 + ["7 off"] * 2
+    for kind, (name, *cells, _) in zip(kinds, lines, strict=True):
+        way = "gather + sample" if name.startswith("gather") else name.split("`")[1]
+        for count, cell in zip(rows, cells, strict=True):
+            measured = us[(*kind.split(), way, count)]
+            assert abs(float(cell) - measured) <= 0.5, (name, count)
+    for drafts, told in {"0": "1.3 to 2.7 ms of host", "7": "verifies them 15.5 to 41"}.items():
+        own = [r for r in found if r["k"] == drafts and r["way"] in ("batch", "vocab", "replicate")]
+        ms = sorted(float(r["host_us"]) / 1000 for r in own)
+        least, most = map(float, re.findall(r"[\d.]+", told))
+        assert told in text
+        assert (round(ms[0], 1), round(ms[-1], 1 if most < 10 else 0)) == (least, most)
+
+
 def test_explained_step_of_the_guide(capsys, monkeypatch):
     """Catches a guide whose counts are not what the command prints; times are fitted anew."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no rich: plain text
