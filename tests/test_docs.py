@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import io
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from options import parse_arguments
 from torch.distributed.device_mesh import DeviceMesh
 
 import dtensor_sample
@@ -170,6 +172,20 @@ def test_figure(tmp_path, monkeypatch):
     text = (tmp_path / "times.svg").read_text()
     for label in ("batch", "vocab", "replicate", "512 rows, no filter", "predicted us"):
         assert label in text
+
+
+def test_commands_can_be_pasted(monkeypatch):
+    """Every `make decode` of the README and the guides has options that exist, and files too."""
+    monkeypatch.chdir(ROOT)
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    found = re.findall(r"^make decode ARGS='(.*)'$", text, re.MULTILINE)
+    for command in found:
+        monkeypatch.setattr(sys, "argv", ["decode.py", *shlex.split(command)])
+        args = parse_arguments()
+        for path in (args.model, args.draft_model, args.json_schema, args.prompt_file):
+            assert path is None or path.exists(), command
+    assert len(found) >= 5
 
 
 def anchors(text: str) -> set[str]:
