@@ -41,17 +41,21 @@ class Grammar:
             if not json_schema.is_file():
                 raise ValueError(f"no JSON schema {json_schema}")
             options: Any = {"whitespace_flexible": False}  # a model might go on with blanks forever
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(
-                json_schema.read_text("utf-8"), overrides=options
-            )
+            try:
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                    json_schema.read_text("utf-8"), overrides=options
+                )
+            except ValueError as error:
+                raise ValueError(f"{json_schema} is no JSON schema: {error}") from None
         self._grammar, self.words = grammar, -(-vocab_size // 32)
         self._tokenizer = llguidance.LLTokenizer(
             tokenizer.tokenizer.to_str(),
             n_vocab=vocab_size,
             eos_token=sorted(tokenizer.eos_token_ids),
         )
-        if error := llguidance.LLMatcher.validate_grammar(grammar, self._tokenizer):
-            raise ValueError(f"llguidance refuses the grammar: {error}")
+        if refusal := llguidance.LLMatcher.validate_grammar(grammar, self._tokenizer):
+            source = repr(regex) if json_schema is None else json_schema
+            raise ValueError(f"llguidance refuses the grammar of {source}: {refusal}")
         self._matchers: dict[int, Any] = {}
 
     def begin(self, slot: int) -> None:

@@ -108,6 +108,10 @@ def make_requests(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Requ
         if not prompts:
             raise ValueError(f"no prompt in {args.prompt_file}")
     prompts = prompts or PROMPTS
+    last_id = checkpoint.config.vocab_size - 1
+    for token_id in args.stop_token_id:
+        if not 0 <= token_id <= last_id:
+            raise ValueError(f"--stop-token-id must be an id in [0, {last_id}], got {token_id}")
     stop_token_ids = checkpoint.tokenizer.eos_token_ids.union(args.stop_token_id)
     params = SamplingParams(
         temperature=args.temperature,
