@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from display import Display, open_display, print_summary
 from draft_models import DraftWeights
-from drafters import BlockDrafter, ModelDrafter, load_block
+from drafters import ModelDrafter, load_block
 from grammar import Grammar
 from llama import Batch, Llama, load_llama
 from meter import Meter
@@ -164,8 +164,6 @@ def main() -> None:
         told = [logprob for request in requests for logprob in request.logprobs]
         figures["perplexity"] = math.exp(-sum(told) / len(told))
     if drafter is not None:
-        if isinstance(drafter, ModelDrafter | BlockDrafter):
-            figures["wire_bytes"] += drafter.wire_bytes
         figures["speculation"] = {
             "drafter": args.speculate if learnt is None else learnt.name,
             "num_speculative_tokens": args.num_speculative_tokens,
@@ -267,7 +265,13 @@ def decode(
             meter.lap("gather")
         token_ids = output.token_ids.tolist()
         drawn_drafts = any(own and not hot for own, hot in zip(drafts, one_hot, strict=True))
-        meter.stop(plan, sampler, logits.dtype, one_hot=not drawn_drafts)
+        meter.stop(
+            plan,
+            sampler,
+            logits.dtype,
+            one_hot=not drawn_drafts,
+            drafting_bytes=getattr(drafter, "wire_bytes", 0),
+        )
 
         for i, (slot, request, own, ids) in enumerate(
             zip(slots, step_requests, drafts, token_ids, strict=True)

@@ -113,9 +113,9 @@ def print_summary(figures: Mapping[str, Any], *, stderr: bool) -> None:
         "first token": "after {first_token_seconds:.2f} s, and {load_seconds:.1f} s of loading",
         "step": "{step_ms[total]:.1f} ms (median)",
         **{f"  {part}": f"{ms:.1f} ms" for part, ms in step.items() if part != "total"},
-        "sampling sent": "{wire_bytes:,} bytes a rank",
-        "logits received": "{logits_bytes:,} bytes a rank at most",
-        "  if replicated": "{replicated_logits_bytes:,} bytes",
+        "sampling sent": "{wire_bytes:,} bytes a rank and step, at most",
+        "logits received": "{logits_bytes:,} bytes a rank and step, at most",
+        "  if replicated": "{replicated_logits_bytes:,} bytes a rank and step, at most",
     }
     if "perplexity" in figures:
         rows["perplexity"] = "{perplexity:.2f}"

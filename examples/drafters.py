@@ -22,7 +22,7 @@ class ModelDrafter:
 
     def __init__(self, model: Llama, state: SamplingState) -> None:
         self.wire_bytes = 0
-        """Bytes that drawing drafts has made this rank send so far."""
+        """Bytes that drawing the last drafts made this rank send."""
         self._model, self._state = model, state
         self._sharder, self._sampler = BatchSharder(state), DraftSampler(state)
         self._num_cached: dict[int, tuple[object, int]] = {}
@@ -31,6 +31,7 @@ class ModelDrafter:
     def propose(
         self, slots: Sequence[int], token_ids: Sequence[Sequence[int]], limits: Sequence[int]
     ) -> tuple[list[list[int]], list[bool]]:
+        self.wire_bytes = 0
         drafts: list[list[int]] = [[] for _ in slots]
         requests = [self._state.request(slot) for slot in slots]
         cached = [0] * len(slots)
@@ -99,7 +100,7 @@ class BlockDrafter:
         max_length: int,
     ) -> None:
         self.wire_bytes = 0
-        """Bytes that drawing drafts has made this rank send so far."""
+        """Bytes that drawing the last drafts made this rank send."""
         self._target, self._model, self._state = target, model.eval().requires_grad_(False), state
         weight = model.project.weight
         with torch.inference_mode():
@@ -120,6 +121,7 @@ class BlockDrafter:
     def propose(
         self, slots: Sequence[int], token_ids: Sequence[Sequence[int]], limits: Sequence[int]
     ) -> tuple[list[list[int]], list[bool]]:
+        self.wire_bytes = 0
         drafts: list[list[int]] = [[] for _ in slots]
         greedy = [self._state.request(slot).params.greedy for slot in slots]
         begun = [i for i, limit in enumerate(limits) if limit > 0]
@@ -130,7 +132,7 @@ class BlockDrafter:
         K = self._state.num_speculative_tokens
         logits = self._target.lm_head(plan.select(self._hidden(own_slots, texts)[:, :K]))
         drawn, _ = self._sampler(logits, plan, [ids[-1] for ids in texts])
-        self.wire_bytes += plan.cost(logits.dtype).wire_bytes * K
+        self.wire_bytes = plan.cost(logits.dtype).wire_bytes * K
         for i, ids in zip(begun, drawn.tolist(), strict=True):
             drafts[i] = [token_id for token_id in ids[: limits[i]] if token_id >= 0]
         return drafts, greedy

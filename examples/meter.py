@@ -44,8 +44,12 @@ class Meter:
         dtype: torch.dtype,
         *,
         one_hot: bool,
+        drafting_bytes: int = 0,
     ) -> None:
-        """End a step whose tokens have reached the host; drafts, if any, were `one_hot` or not."""
+        """End a step whose tokens have reached the host; drafts, if any, were `one_hot` or not.
+
+        Drawing them made this rank send `drafting_bytes`.
+        """
         self._end = perf_counter()
         step: dict[str, float] = defaultdict(float)
         for (_, begin), (part, end) in pairwise(self._marks):
@@ -57,7 +61,7 @@ class Meter:
             cost = plan.cost(dtype, method=sampler.method, draft_dtype=draft_dtype)
         else:
             cost = plan.cost(dtype)
-        self._wire_bytes += cost.wire_bytes
+        self._wire_bytes = max(self._wire_bytes, cost.wire_bytes + drafting_bytes)
         self._logits_bytes = max(self._logits_bytes, cost.buffer_bytes)
         if sum(plan.num_logits) > self._most_rows:
             self._most_rows = sum(plan.num_logits)
@@ -89,7 +93,7 @@ class Meter:
         }
 
     def figures(self) -> dict[str, Any]:
-        """The run in numbers; times of a step are medians, bytes are those of one rank."""
+        """The run in numbers; times of a step are medians, bytes those of a rank's largest."""
         seconds = self._end - self._begin
         parts = {part: median(step[part] for step in self.steps) for part in self.steps[0]}
         return {

@@ -41,6 +41,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_sample import (
+    BatchSharder,
     Drafter,
     NgramDrafter,
     RejectionSampler,
@@ -338,6 +339,8 @@ def speculate(
             meter=meter,
         )
         assert meter.figures()["tokens"] == sum(len(request.token_ids) for request in requests)
+        # What drafting sent is counted by steps too, not over the run.
+        assert getattr(drafter, "wire_bytes", 0) <= meter.figures()["wire_bytes"]
         results.append(([request.token_ids for request in requests], meter.speculation()))
     return results
 
@@ -596,12 +599,14 @@ def test_a_hundred_texts_parse(
 def test_grammars_that_are_refused(default: weights.Checkpoint, tmp_path: Path) -> None:
     pytest.importorskip("llguidance", reason="grammars need the extra `examples`")
     tokenizer, V = default.tokenizer, default.config.vocab_size
-    bad = tmp_path / "bad.json"
+    bad, broken = tmp_path / "bad.json", tmp_path / "broken.json"
     bad.write_text('{"type": "no such type"}')
+    broken.write_text("{type: object}")
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("no JSON schema", {"json_schema": tmp_path / "none"}),
-        ("llguidance refuses the grammar", {"json_schema": bad}),
-        ("llguidance refuses the grammar", {"regex": "("}),
+        ("no JSON schema .*none", {"json_schema": tmp_path / "none"}),
+        ("broken.json is no JSON schema: .* line 1", {"json_schema": broken}),
+        ("llguidance refuses the grammar of .*bad.json: ", {"json_schema": bad}),
+        (r"llguidance refuses the grammar of '\(': ", {"regex": "("}),
     ]
     for message, given in cases:
         with pytest.raises(ValueError, match=message):
@@ -772,6 +777,8 @@ def test_bad_arguments_are_refused(
         (["--logprobs", -1], "logprobs must be"),
         (["--repetition-penalty", 0], "repetition_penalty must be"),
         (["--min-tokens", -1], "min_tokens must be"),
+        (["--stop-token-id", 999999], r"--stop-token-id must be an id in \[0, 1002\], got 999999"),
+        (["--stop-token-id", -1], "--stop-token-id must be an id in .*, got -1"),
         (["--compare", "--presence-penalty", 1], "--compare needs texts without grammar"),
         (["a", " "], "prompt 1 is empty"),
         (["a" * 250], "prompt 0 has 250 tokens, and 24 new ones: more than the model's .* 256"),
@@ -891,6 +898,31 @@ def test_a_meter_counts_drafts_by_position() -> None:
         "tokens_per_target_step": 7 / 4,
         "steps_by_tokens": [2, 1, 1],
     }
+
+
+def meter_steps(mesh: DeviceMesh) -> tuple[dict[str, Any], Any, int]:
+    """Figures of steps of one, two and one rows, and what the second costs."""
+    state = SamplingState(mesh, vocab_size=50, max_num_reqs=2, exchange="batch")
+    for slot in range(2):
+        state.add(slot, SamplingParams())
+    meter, sharder, costs = Meter(mesh.device_type), BatchSharder(state), []
+    for slots, drafting_bytes in (([0], 1), ([0, 1], 5), ([1], 1)):
+        meter.start()
+        meter.lap("model")
+        plan = sharder.plan(slots)
+        meter.stop(plan, Sampler(state), torch.float32, one_hot=True, drafting_bytes=drafting_bytes)
+        costs.append(plan.cost(torch.float32))
+    meter.count(4)
+    return meter.figures(), costs[1].buffer_bytes, costs[1].wire_bytes
+
+
+@worlds("cpu:2")
+def test_a_meter_tells_bytes_of_the_largest_step(ranks: Ranks) -> None:
+    """Catches a sum over the run beside figures of a step, which cannot be compared."""
+    for figures, buffer_bytes, wire_bytes in ranks.run(meter_steps):
+        assert figures["wire_bytes"] == wire_bytes + 5
+        assert figures["logits_bytes"] == buffer_bytes == 2 * 25 * 4
+        assert figures["replicated_logits_bytes"] == 2 * 50 * 4
 
 
 def test_too_many_ranks_are_refused(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1036,6 +1068,8 @@ def test_one_process(small_path: Path, tmp_path: Path) -> None:
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
     assert stdout.startswith("[0] Hello")
     assert "tokens/s" in stdout
+    told = ("sampling sent", "logits received", "if replicated")
+    assert all(re.search(f"{name} .* bytes a rank and step, at most", stdout) for name in told)
 
 
 @pytest.fixture(params=[(), ("--speculate", "ngram")], ids=["plain", "speculative"])
