@@ -170,7 +170,8 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="sample every step's logits with all exchanges, and fail if a token differs; with "
         "--speculate also decode greedy texts without it, and fail if one differs; takes no "
-        "grammar, penalties or --min-tokens, and needs --temperature 0 with --speculate draft or block",
+        "grammar, penalties or --min-tokens, and with --speculate draft or block only "
+        "--temperature 0",
     )
     add(
         "--debug",
