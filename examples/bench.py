@@ -294,6 +294,7 @@ def main() -> None:
         write(args.output, columns, records, report(records, args, mesh))
         if not args.draft_loop and importlib.util.find_spec("matplotlib") is not None:
             draw(records, args.output.with_suffix(".png"))
+    dist.barrier()
     dist.destroy_process_group()
 
 

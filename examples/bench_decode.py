@@ -333,6 +333,7 @@ def main() -> None:
     estimate(records, room_mib(mesh))
     if args.output is not None and mesh.get_rank() == 0:
         write(args.output, COLUMNS, records, report(records, args, mesh))
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -178,6 +178,7 @@ def main() -> None:
         if args.json:
             report = {"requests": [request.report() for request in requests], "figures": figures}
             print(json.dumps(report), file=stdout, flush=True)
+    dist.barrier()
     dist.destroy_process_group()
 
 

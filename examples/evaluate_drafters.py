@@ -56,6 +56,7 @@ def main() -> None:
             write_csv(args.csv, results)
         if args.plot is not None:
             draw(args.plot, results)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -51,6 +51,7 @@ def main() -> None:
         for row in tokens:
             print(*row)
         print(f"{1000 * seconds / count:.2f} ms a step", file=sys.stderr)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -54,6 +54,7 @@ def main() -> None:
     )
     if dist.get_rank() == 0 and args.json:
         print(json.dumps({"ranks": mesh.size(), "rewards": rewards, "compiled": graphs}))
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -52,6 +52,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         for prompt, text in zip(prompts, texts, strict=True):
             print(*prompt, "->", *text)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -54,6 +54,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         for prompt, token_ids in zip(prompts, texts, strict=True):
             print(tokenizer.decode(prompt + token_ids, skip_special_tokens=True))
+    dist.barrier()
     dist.destroy_process_group()
 
 
