@@ -1,11 +1,12 @@
 """How Sphinx builds the documentation: `make docs`."""
 
-from importlib.metadata import version as version_of
 from typing import Any
+
+from dtensor_sample import __version__
 
 project = "dtensor_sample"
 author = "the authors of dtensor_sample"
-version = release = version_of("dtensor_sample")
+version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = [".md"]

@@ -16,6 +16,8 @@ from dtensor_sample.sampler import Sampler
 from dtensor_sample.sharder import BatchSharder
 from dtensor_sample.state import SamplingState
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BatchSharder",
     "DraftSampler",

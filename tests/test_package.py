@@ -1,6 +1,7 @@
 """What a user installs: the wheel, its public names, and what importing them costs."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,13 @@ def test_public_names_are_few_and_documented():
         assert public.__doc__, f"{name} has no docstring"
 
 
+def test_version_is_that_of_the_changelog():
+    version = dtensor_sample.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+    newest = re.findall(r"^## ([^ ,]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert newest == version
+
+
 def run(*command: str, cwd: Path, **env: str) -> str:
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -64,7 +72,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_wheel_holds_the_package_and_nothing_else(wheel):
-    assert wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.name == f"dtensor_sample-{dtensor_sample.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = (archive.read(n).decode() for n in names if n.endswith("/METADATA"))
