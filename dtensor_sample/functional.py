@@ -64,7 +64,8 @@ def sample(
         or -inf).
 
     Raises:
-        ValueError: names the argument; on every rank alike, before any collective.
+        ValueError: names the argument; before any collective, and on every rank alike if
+            arguments are equal on all; otherwise use debug mode.
 
     Example:
         >>> tokens = sample(logits, SamplingParams(top_p=0.9, seed=1), position=7)  # doctest: +SKIP
@@ -140,7 +141,8 @@ def sample_with_logprobs(
         rank; -1 and -inf where a row has no token left.
 
     Raises:
-        ValueError: names the argument; on every rank alike, before any collective.
+        ValueError: names the argument; before any collective, and on every rank alike if
+            arguments are equal on all; otherwise use debug mode.
     """
     tokens = sample(
         logits,

@@ -131,18 +131,22 @@ def vocab_sharded(local: Tensor, mesh: DeviceMesh, *, vocab_size: int, axis: str
     """Wrap this rank's plain vocabulary shard as a DTensor, without communication.
 
     Args:
-        local: [..., v]: shards follow `torch.chunk`: v = ceil(V / P) on every rank but shorter last
-            ones, which may also come padded to it. v larger than that on all ranks means that the
-            whole vocabulary was padded to P * v.
+        local: [..., v], plain, of a dtype that logits may have (float32, bfloat16, float16; others
+            are refused where they are sampled). Shards follow `torch.chunk`: v = ceil(V / P) on
+            every rank but shorter last ones, which may also come padded to it. v larger than that
+            on all ranks means that the whole vocabulary was padded to P * v.
         mesh: holds `axis`.
         vocab_size: V, without padding. Pass it to `sample` too if the vocabulary was padded.
         axis: name of the mesh dimension that shards the vocabulary.
 
     Returns:
-        DTensor [..., V] (or [..., P * v]), Shard(-1) on `axis`, Replicate() elsewhere.
+        DTensor [..., V] (or [..., P * v]) of the dtype of `local`, Shard(-1) on `axis`, Replicate()
+        elsewhere.
 
     Raises:
-        ValueError: a local width that neither layout has.
+        ValueError: no plain tensor, a vocab_size out of its range, an axis that the mesh lacks; or
+            a width that neither layout has: on the ranks that have it alone, since each knows only
+            its own, while others go on to wait in the next collective.
     """
     vocab_size = check.vocabulary(vocab_size)
     dim, local = axis_index(mesh, axis), _plain("local", local)
@@ -163,9 +167,21 @@ def vocab_sharded(local: Tensor, mesh: DeviceMesh, *, vocab_size: int, axis: str
 
 
 def replicated(logits: Tensor, mesh: DeviceMesh, *, axis: str = "tp") -> DTensor:
-    """Wrap a full plain replica [..., V], the same on every rank of `axis`, without communication.
+    """Wrap a full plain replica as a DTensor, without communication.
 
-    Replicas that differ in their last bits are harmless: for each row one rank decides.
+    Args:
+        logits: [..., V], plain, the same on every rank of `axis`, of a dtype that logits may have
+            (float32, bfloat16, float16; others are refused where they are sampled). Replicas that
+            differ in their last bits are harmless: for each row one rank decides.
+        mesh: holds `axis`.
+        axis: name of the mesh dimension over which rows are to be sampled.
+
+    Returns:
+        DTensor [..., V] of the dtype of `logits`, Replicate() on every mesh dimension.
+
+    Raises:
+        ValueError: no plain tensor, or an axis that the mesh lacks. A width or shape of its own on
+            one rank is noticed in debug mode only.
     """
     local = _plain("logits", logits)
     return _wrap(local, mesh, axis_index(mesh, axis), Replicate(), local.shape[-1])

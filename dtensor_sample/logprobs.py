@@ -53,7 +53,8 @@ def logprobs(
         larger of 1 and the result.
 
     Raises:
-        ValueError: names the argument; on every rank alike, before any collective.
+        ValueError: names the argument; before any collective, and on every rank alike if
+            arguments are equal on all; otherwise use debug mode.
 
     Example:
         >>> largest = logits.full_tensor().argmax(-1)  # doctest: +SKIP

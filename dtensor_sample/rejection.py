@@ -313,7 +313,8 @@ class RejectionSampler:
             are used up, and its positions advance by num_sampled.
 
         Raises:
-            ValueError: names the argument; on every rank alike, before any collective.
+            ValueError: names the argument; before any collective, and on every rank alike if
+                arguments are equal on all; otherwise use debug mode.
         """
         state, plan, error = self.state, check_plan(plan, self.state), None
         drafts_BK, one_hot_B = torch.empty(0), [True]

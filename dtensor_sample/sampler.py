@@ -34,7 +34,18 @@ def draw(
 
 
 class Sampler:
-    """Draws one token for each request of a plan; `compile` runs `draw` under torch.compile."""
+    """Draws one token for each request of a plan.
+
+    A call is three steps, `exchange`, `draw` and `gather`, which may be called one by one, to time
+    them or to do something else in between.
+
+    Args:
+        state: of the requests.
+        compile: run `draw` under torch.compile.
+
+    Raises:
+        ValueError: an argument of another type.
+    """
 
     def __init__(self, state: SamplingState, *, compile: bool = False) -> None:
         self.state = check.instance("state", state, SamplingState)
@@ -44,22 +55,52 @@ class Sampler:
     def __call__(
         self, logits: Tensor, plan: ShardPlan, *, mask: TokenBitmask | None = None
     ) -> SamplerOutput:
-        """Tokens of selected rows from logits, a DTensor [num_rows, V]; every rank must call this.
+        """Draw a token for each request of a plan; every rank of the axis must call this.
 
-        Raises ValueError, before any collective, for a stale plan, or logits or a grammar's mask
-        that are not its own.
+        Args:
+            logits: DTensor [num_rows, V] (float32, bfloat16, float16), of the rows that
+                `plan.select` gave, Shard(-1) or Replicate(). May be padded beyond the state's
+                vocab_size: ids from there on are never drawn.
+            plan: of one row a request, made since its requests were added.
+            mask: what a grammar allows in each row; the same on every rank. None: every id.
+
+        Returns:
+            Tokens in batch order, and what was asked to be told of them, the same on every rank.
+            Positions of the state advance by num_sampled; drafts that it kept are void.
+
+        Raises:
+            ValueError: a plan that is stale, another state's, or of more rows a request, or logits
+                or a mask that are not the plan's; before any collective, and on every rank alike if
+                arguments are equal on all; otherwise use debug mode.
         """
         return self.gather(self.draw(self.exchange(logits, plan, mask=mask), plan), plan)
 
     def exchange(
         self, logits: Tensor, plan: ShardPlan, *, mask: TokenBitmask | None = None
     ) -> Logits:
-        """The first of three steps: logits [num_rows, V] to where they are sampled."""
+        """The first of three steps: bring logits to where they are sampled.
+
+        Takes, and raises, what a call does. One collective at most.
+
+        Returns:
+            The R rows that this rank samples, for `draw` and nothing else. They may be views of
+            `logits`, which must not change until `gather` has returned.
+        """
         rows = check_plan(plan, self.state).place(logits, self.state, most_rows=1, mask=mask)
         return process(rows, plan, mask=mask)
 
     def draw(self, rows: Logits, plan: ShardPlan) -> tuple[Tensor, Weighed]:
-        """The second: the tokens of the rows here, and what they were drawn from."""
+        """The second: draw tokens of the rows here. Only under "vocab" do ranks communicate.
+
+        Args:
+            rows: what `exchange` returned.
+            plan: the same one. Neither is checked again.
+
+        Returns:
+            [R, 3] int64, for each row that this rank samples, padding too: its token id (-1: none
+            is left or, under "vocab", it lies on another rank), its NaN logits, and 1 if no token
+            was left; and what they were drawn from, for `gather` and nothing else.
+        """
         filters = plan.filters.coarse if self.compiled else plan.filters
         params = plan.row_params()
         first_R = torch.zeros_like(plan.row_offsets)
@@ -68,7 +109,15 @@ class Sampler:
         return run(rows, params, uniform_R, filters, plan.exchange, self.state.vocab_size)
 
     def gather(self, drawn: tuple[Tensor, Weighed], plan: ShardPlan) -> SamplerOutput:
-        """The third: results to every rank, in batch order; positions advance, drafts are void."""
+        """The third: results to every rank. One collective, more if requests ask to be told things.
+
+        Args:
+            drawn: what `draw` returned.
+            plan: the same one. Neither is checked again.
+
+        Returns:
+            What a call does; positions of the state advance, drafts that it kept are void.
+        """
         (drawn_R3, row), K = drawn, self.state.num_speculative_tokens
         output = SamplerOutput.of_drawn(plan.settle(drawn_R3), K)
         output = report(output, row, plan)  # before what it tells of has changed counts

@@ -49,7 +49,8 @@ class DraftSampler:
             left, which ends the block there.
 
         Raises:
-            ValueError: names the argument; on every rank alike, before any collective.
+            ValueError: names the argument; before any collective, and on every rank alike if
+                arguments are equal on all; otherwise use debug mode.
         """
         state, plan, error = self.state, check_plan(plan, self.state), None
         try:

@@ -244,7 +244,8 @@ class SequentialDraftSampler:
             A named tuple of token_ids [B, K] and confidences [B, K] or None.
 
         Raises:
-            ValueError: names the argument; on every rank alike, before any collective.
+            ValueError: names the argument; before any collective, and on every rank alike if
+                arguments are equal on all; otherwise use debug mode.
         """
         state, plan, error = self.state, check_plan(plan, self.state), None
         work, last_B, local = plan, torch.empty(0), hidden
