@@ -39,7 +39,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "largest": (*row[:4], V, 4),
         "cut": (torch.zeros(4, 3, 5, dtype=torch.int32), *row[4:], *shape[2:], V),
         "mass": (*row, V),
-        "weigh": (*row[:4], *shape, True, True, V),
+        "weigh": (*row[:4], *shape, True, True, True, V),
         "aim": (start_RSC.movedim(0, 1).contiguous().movedim(1, 0), zero_R + 5),
         "answer": (zero_R, zero_R, zero_R, zero_R == 0),
         "pick": (*row, start_RSC, zero_R, V),
