@@ -129,33 +129,36 @@ class BlockDrafter:
             return drafts, greedy
         own_slots, texts = [slots[i] for i in begun], [token_ids[i] for i in begun]
         plan = self._sharder.plan(own_slots)
-        K = self._state.num_speculative_tokens
-        logits = self._target.lm_head(plan.select(self._hidden(own_slots, texts)[:, :K]))
+        logits = self._target.lm_head(plan.select(self._hidden(own_slots, texts)))
         drawn, _ = self._sampler(logits, plan, [ids[-1] for ids in texts])
-        self.wire_bytes = plan.cost(logits.dtype).wire_bytes * K
+        self.wire_bytes = plan.cost(logits.dtype).wire_bytes * logits.shape[1]
         for i, ids in zip(begun, drawn.tolist(), strict=True):
             drafts[i] = [token_id for token_id in ids[: limits[i]] if token_id >= 0]
         return drafts, greedy
 
     def _hidden(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> Tensor:
-        """[B, K, H] hidden states of the blocks that begin with the last tokens."""
-        model, device = self._model, self._context_SLH.device
+        """[B, K, H] hidden states of the blocks that begin with the last tokens.
+
+        K is that of the state: queries see those before them, so a block may be cut short.
+        """
+        model, device, K = self._model, self._context_SLH.device, self._state.num_speculative_tokens
         last_B, anchor_B, slot_B = (
             torch.tensor(x, device=device)
             for x in ([ids[-1] for ids in token_ids], [len(ids) - 1 for ids in token_ids], slots)
         )
         C = min(model.window, max(len(ids) - 1 for ids in token_ids))
-        x_BKH = model.queries(self._target.embed(last_B), self._context_SLH[slot_B, anchor_B - 1])
+        context_BH = self._context_SLH[slot_B, anchor_B - 1]
+        x_BKH = model.queries(self._target.embed(last_B), context_BH)[:, :K]
         place_BC = anchor_B[:, None] - C + torch.arange(C, device=device)
-        own_KK = torch.ones(model.K, model.K, dtype=torch.bool, device=device).tril()
+        own_KK = torch.ones(K, K, dtype=torch.bool, device=device).tril()
         mask_B1KX = torch.cat(
             [
-                (place_BC >= 0)[:, None].expand(-1, model.K, -1),
+                (place_BC >= 0)[:, None].expand(-1, K, -1),
                 own_KK.expand(len(slots), -1, -1),
             ],
             -1,
         ).unsqueeze(1)
-        rotary = rotary_pair(anchor_B[:, None] + torch.arange(model.K, device=device), model.config)
+        rotary = rotary_pair(anchor_B[:, None] + torch.arange(K, device=device), model.config)
         where = slot_B[:, None], place_BC.clamp(min=0)
         for layer, (k_SLGD, v_SLGD) in zip(decoder_layers(model), self._keys, strict=True):
             x_BKH = layer(x_BKH, rotary, context=(k_SLGD[where], v_SLGD[where]), mask=mask_B1KX)
