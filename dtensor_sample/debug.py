@@ -1,8 +1,9 @@
 """Debug mode: catch arguments that should be replicated and are not, before they mix data or hang.
 
-Every rank digests what it was given and all ranks compare digests in one small all-gather. A rank
-whose arguments were refused takes part too, with its error in place of a digest, so that one rank's
-mistake raises on all of them at once instead of leaving the others in a collective.
+Ranks tell each other whether their arguments were refused, so that one rank's mistake raises on all
+of them at once instead of leaving the others in a collective. Then they compare digests of what
+they were given. These are two small all-gathers; where digests differ, ranks look for the first
+part that does.
 """
 
 import hashlib

@@ -181,7 +181,8 @@ class GraphedStep:
             What `fn` returns, for the B requests of the plan. The next step may overwrite it.
 
         Raises:
-            ValueError: names the argument; on every rank alike, before any collective.
+            ValueError: names the argument; before any collective, and on every rank alike if
+                arguments are equal on all; otherwise use debug mode.
         """
         several, error = isinstance(plan, tuple), None
         plans = plan if isinstance(plan, tuple) else (plan,)

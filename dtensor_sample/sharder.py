@@ -139,8 +139,9 @@ class BatchSharder:
                 kept of every request that is in both and not greedy.
 
         Raises:
-            ValueError: names the argument; on every rank alike, before any collective. The state is
-                unchanged, so the next plan works.
+            ValueError: names the argument; before any collective, and on every rank alike if
+                arguments are equal on all; otherwise use debug mode. The state is unchanged, so the
+                next plan works.
         """
         given = slots, num_logits, query_start_loc, capacity, exchange, positions, budget, after
         plan = error = None

@@ -292,3 +292,23 @@ def test_pages_build_without_warnings(tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "Draw one token" in (tmp_path / "html" / "api" / "stateless.html").read_text()
+
+
+def test_decode_loops_of_the_readme_are_those_of_the_report():
+    text = (ROOT / "README.md").read_text()
+    with (ROOT / "docs" / "2026-11-30-decode-h200-x2.csv").open() as file:
+        found = {(r["K"], r["way"], r["concurrency"]): r for r in csv.DictReader(file)}
+    part = re.findall(r"^\| output tokens/s .*?\n\n", text, re.DOTALL | re.MULTILINE)[0]
+    header, _, *lines = [
+        line.split(" | ")[1:] for line in part.strip().removesuffix("|").split("|\n")
+    ]
+    kinds = [("0", "gather + sample"), ("0", "batch"), ("7", "gather + sample"), ("7", "batch")]
+    for (drafts, way), cells in zip(kinds, lines, strict=True):
+        for column, cell in zip(header, cells, strict=True):
+            at = column.split()[0]
+            speed, base = (
+                float(found[drafts, name, at]["tokens_per_s"]) for name in (way, "gather + sample")
+            )
+            told, *gain = re.findall(r"[\d.]+", cell)
+            assert abs(float(told) - speed) <= 0.5, (way, at)
+            assert abs(float(gain[0] if gain else 0) - (speed / base - 1) * 100) <= 0.7, (way, at)
