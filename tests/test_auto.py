@@ -29,6 +29,7 @@ from dtensor_sample import calibrate as calibrating
 from dtensor_sample.__main__ import main
 from dtensor_sample.calibrate import Measurement, fit_to, read
 from dtensor_sample.choose import FEW_ROWS, MARGIN_PERCENT
+from dtensor_sample.draft.sequential import MarkovHead, SequentialDraftSampler
 from dtensor_sample.exchange import EXCHANGES, exchange_of
 from dtensor_sample.explain import choice_of
 from dtensor_sample.log import say
@@ -41,6 +42,7 @@ from tests.pool import FEW_WORLDS, worlds
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs" / fit_cost.FILES["h200"][0]
+LOOPS = ROOT / "docs" / "2026-11-30-draft-loop-h200-x2.csv"
 
 
 # --- predictions, against what was measured
@@ -364,6 +366,36 @@ def test_where_drafts_are_kept_on_measured_steps(ranks):
     }
     assert {case for case, ratio in slower.items() if ratio > 1.05} == {(2048, "off")}
     assert slower[2048, "off"] < 1.15
+
+
+def loops_kept_by(mesh, cases: list[tuple[int, int]]) -> list[str | None]:
+    """Where "auto" keeps draft logits of states of so many requests and drafts, drawn in a loop."""
+    V, found = 129_280, []
+    head = MarkovHead(torch.zeros(V, 1), torch.zeros(1, V))
+    with mock.patch.dict("os.environ", DTENSOR_SAMPLE_HARDWARE="h200"):
+        for n, K in cases:
+            state = SamplingState(
+                mesh, vocab_size=V, max_num_reqs=n, num_speculative_tokens=K, seed=0
+            )
+            SequentialDraftSampler(state, head)
+            found.append(state.bound_exchange)
+    return found
+
+
+@worlds("cpu:2")
+def test_where_drafts_of_a_loop_are_kept_on_measured_steps(ranks):
+    """Catches a drafting loop under an exchange that was slower than the best by over 5 percent."""
+    with LOOPS.open() as file:
+        records = [r for r in csv.DictReader(file) if r["way"] in EXCHANGES]
+    us = {
+        (int(r["requests"]), int(r["k"]), r["filters"], r["way"]): float(r["us"]) for r in records
+    }
+    cases = sorted({(requests, K) for requests, K, _, _ in us})
+    (kept, *_) = ranks.run(loops_kept_by, cases)
+    for case, name in zip(cases, kept, strict=True):
+        for filters in ("off", "on"):
+            best = min(us[*case, filters, exchange] for exchange in EXCHANGES)
+            assert us[*case, filters, name] <= 1.05 * best, (case, filters)
 
 
 def whole_rows(mesh, name: str) -> tuple[str, list[str], list[str]]:
