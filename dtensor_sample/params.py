@@ -170,11 +170,10 @@ class Filters(NamedTuple):
         """Whether top-p may have to choose from more tokens than a small top-k leaves."""
         return self.top_p and not self.candidates
 
-    @property
-    def coarse(self) -> "Filters":
-        """All filters or none: at most two variants to compile."""
+    def coarse(self, whole: bool) -> "Filters":
+        """All filters or none: few variants to compile, two if rows are whole."""
         either = self.top_k or self.top_p
-        return Filters(either, either, True, self.candidates)
+        return Filters(either, either, True, 0 if whole else self.candidates)
 
 
 def filters_of(params: Sequence[SamplingParams]) -> Filters:

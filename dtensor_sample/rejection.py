@@ -345,7 +345,9 @@ class RejectionSampler:
                 drafts.logits, plan, drafts_BK=drafts_BK, count_R=plan.row_offsets, index_G=row_G
             )
             drafts = drafts._replace(logits=drawn_from)
-        filters = plan.filters.coarse if self.compiled else plan.filters
+        filters = plan.filters
+        if self.compiled:
+            filters = filters.coarse(plan.exchange.whole)
         run = self._verify if plan.slots else verify  # no rows: nothing worth compiling
         result_QW, row = run(
             target,

@@ -101,7 +101,9 @@ class Sampler:
             is left or, under "vocab", it lies on another rank), its NaN logits, and 1 if no token
             was left; and what they were drawn from, for `gather` and nothing else.
         """
-        filters = plan.filters.coarse if self.compiled else plan.filters
+        filters = plan.filters
+        if self.compiled:
+            filters = filters.coarse(plan.exchange.whole)
         params = plan.row_params()
         first_R = torch.zeros_like(plan.row_offsets)
         uniform_R = ops.uniform(params.seed, plan.row_positions(), first_R, TARGET)

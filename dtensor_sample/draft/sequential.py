@@ -238,7 +238,7 @@ class SequentialDraftSampler:
                 data is checked.
             hidden: [num_rows, K, H], what the logits were computed from, of a dtype that logits may
                 have, plain or a DTensor Replicate(); needed, and only then, if the head tells
-                confidences.
+                confidences. NaN in it counts as 0.
 
         Returns:
             A named tuple of token_ids [B, K] and confidences [B, K] or None.
