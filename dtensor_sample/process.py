@@ -335,8 +335,7 @@ class Processor(Protocol):
         Args:
             values: [R, W] float32, processed so far, a copy that may be written to; of the W ids
                 from `rows.first_id` on. W is V, and under `vocab` the number of the vocabulary's
-                ids on this rank: columns of padding are left out, and a rank that has no others is
-                not asked.
+                ids on this rank, maybe none: columns of padding are left out.
             rows: which they are.
 
         Returns:
@@ -404,7 +403,7 @@ def _customized(
     width = max(0, min(every_RW.shape[1], vocab_size - told.first_id))
     value_RW = every_RW[:, :width]
     banned_RW = value_RW == -torch.inf
-    for processor in processors if width else ():
+    for processor in processors:
         found_RW = processor(value_RW.clone(), told)
         got = getattr(found_RW, "shape", None), getattr(found_RW, "dtype", None)
         if got != (value_RW.shape, torch.float32):

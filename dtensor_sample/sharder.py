@@ -156,18 +156,25 @@ class BatchSharder:
         return plan
 
     def _remembered(self, *given: Any) -> ShardPlan:
-        """The plan made of the same before, if there is one: most steps are like the last one."""
+        """The plan made of the same before, if there is one: most steps are like the last one.
+
+        All that a plan follows from is in the key, so that one made anew would be no other: ranks
+        need not have made the same plans before.
+        """
         *lists, capacity, exchange, positions, budget, after = given
         state, known = self.state, positions is None and after is None
-        # Where drafts lie changes from step to step.
+        # Where drafts lie changes from step to step, once any were kept.
         if not known or state.drafts.exchange or not all(map(_listed, lists)):
             return self._plan(*given)
+        lists = [x.tolist() if isinstance(x, np.ndarray) else x for x in lists]
         parts = [None if x is None else tuple(x) for x in lists]
         every = itertools.chain(*(part or () for part in parts), (capacity, exchange, budget))
         if not {int, str, NoneType}.issuperset(map(type, every)):
             return self._plan(*given)
+        owners = state.pinned("batch")
+        held = owners and (tuple(map(owners.get, parts[0] or ())), tuple(state.room()))
         free = state.bound_exchange, state.needs_whole_rows
-        key = *parts, capacity, exchange, budget, free, state.version
+        key = *parts, capacity, exchange, budget, free, held or None, state.version
         plan = self._made.get(key)
         if plan is None:
             plan = self._plan(*given)
@@ -412,7 +419,8 @@ class BatchSharder:
 
 
 def _listed(values: object) -> bool:
-    return values is None or isinstance(values, list | tuple | range)
+    flat = isinstance(values, np.ndarray) and values.ndim == 1
+    return values is None or isinstance(values, list | tuple | range) or flat
 
 
 def _asked(params: Sequence[SamplingParams], wants: Wants, lanes: int) -> Array:

@@ -122,6 +122,7 @@ class SamplingState:
                 "num_speculative_tokens": self.num_speculative_tokens,
                 "exchange": self.exchange,
                 "logprobs_mode": self.logprobs_mode,
+                "processors": [{"per_token": per_token(each)} for each in self.processors],
                 "seed": own_seed,
                 "debug": self.debug,
                 "hardware": constants_of(machine_of(mesh.device_type)),

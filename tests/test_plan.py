@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_sample import BatchSharder, SamplingParams, SamplingState
 from tests.batches import EXCHANGES, OWNERS
+from tests.pool import worlds
 
 SLOTS, SPECULATIVE = 24, 3
 
@@ -148,9 +149,53 @@ def repeated(mesh) -> None:
     assert first.owners[0] == sharder.plan([0, 2]).owners[1]
     with pytest.raises(ValueError, match="exchange"):
         sharder.plan([2, 0], exchange="vocab")
-    assert sharder.plan([2, 0]) is first
+    again = sharder.plan([2, 0])
+    assert again.owners == first.owners
+    assert sharder.plan([2, 0]) is again
 
 
 def test_repeated_plans(ranks):
     """Catches a remembered plan where the step is another one."""
     ranks.run(repeated)
+
+
+def bound_owners(mesh) -> list[tuple[int, ...]]:
+    """Owners of one step, of a sharder that planned it before some of it was bound, and of others.
+
+    Only the first rank plans more in between, which no step needs.
+    """
+    state = SamplingState(mesh, vocab_size=5, max_num_reqs=4, exchange="batch", seed=0)
+    for slot, bias in ((2, {}), (3, {}), (0, {1: 1.0})):
+        state.add(slot, SamplingParams(logit_bias=bias))
+    sharder = BatchSharder(state)
+    sharder.plan([2, 3, 0])  # binds slot 0 to a rank
+    if mesh.get_local_rank() == 0:
+        for capacity in range(3, 15):
+            sharder.plan([2, 3, 0], capacity=capacity)
+    slots: list[Any] = [[2, 3, 0], (2, 3, 0), np.array([2, 3, 0])]
+    return [s.plan(each).owners for s in (sharder, BatchSharder(state)) for each in slots]
+
+
+@worlds("cpu:2")
+def test_a_remembered_plan_is_the_one_that_would_be_made(ranks):
+    """Catches ranks that part ways since they planned other things before."""
+    results = ranks.run(bound_owners)
+    assert results == [[results[0][0]] * 6] * ranks.size
+
+
+def refused_before(mesh) -> list[tuple[int, ...]]:
+    """Owners after a step that debug mode refused, as its slots differed between ranks."""
+    state = SamplingState(mesh, vocab_size=5, max_num_reqs=2, exchange="batch", seed=0, debug=True)
+    for slot in range(2):
+        state.add(slot, SamplingParams(logit_bias={1: 1.0}))
+    sharder = BatchSharder(state)
+    with pytest.raises(ValueError, match="slots"):
+        sharder.plan([0, 1] if mesh.get_local_rank() == 0 else [1, 0])
+    sharder.plan([1])
+    return [s.plan([0, 1]).owners for s in (sharder, BatchSharder(state))]
+
+
+@worlds("cpu:2")
+def test_a_plan_that_was_refused_is_not_remembered(ranks):
+    results = ranks.run(refused_before)
+    assert results == [[results[0][0]] * 2] * ranks.size
