@@ -22,7 +22,7 @@ def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def ranged(*args: P.args, **kwargs: P.kwargs) -> T:
-            # A range costs some 20 microseconds, also while nobody looks.
+            # A range costs 10 to 20 microseconds, also while nobody looks.
             if torch.compiler.is_compiling() or not _profiler_enabled():
                 return function(*args, **kwargs)
             with record_function(f"dtensor_sample.{name}"):

@@ -321,8 +321,8 @@ def test_a_grammar_with_one_path(ranks, exchange):
 def at_given_positions(mesh, exchange: str) -> tuple[list[int], int]:
     """Tokens of steps whose positions are given, and the state's own position after them."""
     state = SamplingState(mesh, vocab_size=4, max_num_reqs=1, exchange=exchange, seed=0)
-    asked = {"presence_penalty": 1.5, "min_tokens": 3, "stop_token_ids": [3]}
-    state.add(0, SamplingParams(temperature=0, **asked))  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0, presence_penalty=1.5, min_tokens=3, stop_token_ids=[3])
+    state.add(0, params)
     rows, tokens = torch.tensor([[0.0, 1.0, 2.0, 3.0]], device=mesh.device_type), []
     for _ in range(4):
         plan = BatchSharder(state).plan([0], positions=[7])
@@ -509,13 +509,15 @@ def columns_seen(mesh, exchange: str, padding: int, sharded: bool) -> tuple[list
     """First id and width of what a processor gets, and tokens if it raises the last column."""
     V, seen = 103, []
 
-    def raise_last(values, rows):
-        seen.append((rows.first_id, values.shape[1]))
-        values[:, -1] += 100.0
-        return values
+    class RaiseLast:
+        per_token = True
 
-    raise_last.per_token = True  # type: ignore[attr-defined]
-    state = SamplingState(mesh, vocab_size=V, exchange=exchange, seed=0, processors=[raise_last])
+        def __call__(self, values: torch.Tensor, rows: RowContext) -> torch.Tensor:
+            seen.append((rows.first_id, values.shape[1]))
+            values[:, -1] += 100.0
+            return values
+
+    state = SamplingState(mesh, vocab_size=V, exchange=exchange, seed=0, processors=[RaiseLast()])
     for slot in range(2):
         state.add(slot, SamplingParams(temperature=0))
     plan = BatchSharder(state).plan([0, 1])
@@ -540,6 +542,31 @@ def test_custom_processors_get_no_padding(ranks, exchange):
             else:
                 assert seen == [(0, 103)]
                 assert tokens == [102] * 2
+
+
+class Doubles:
+    """Returns what no processor may."""
+
+    per_token = True
+
+    def __call__(self, values: torch.Tensor, rows: RowContext) -> torch.Tensor:
+        return values.double()
+
+
+def wrong_without_columns(mesh) -> str:
+    """What each rank says of a wrong processor, those that hold nothing but padding too."""
+    state = SamplingState(mesh, vocab_size=3, exchange="vocab", seed=0, processors=[Doubles()])
+    state.add(0, SamplingParams())
+    plan = BatchSharder(state).plan([0])
+    with pytest.raises(ValueError, match="must return float32") as refused:
+        Sampler(state)(shard_vocab(torch.zeros(1, 3), mesh), plan)
+    return str(refused.value)
+
+
+@worlds("cpu:4")
+def test_ranks_without_columns_ask_processors_too(ranks):
+    """Catches a rank that waits for the others, which have refused."""
+    assert len(ranks.run(wrong_without_columns)) == 4
 
 
 def refused_under_vocab(mesh) -> list[str]:

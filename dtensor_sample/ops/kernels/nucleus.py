@@ -1,14 +1,14 @@
-"""top-p alone, where no top-k has left few tokens: each row's threshold from two or three readings.
+"""top-p alone, where no top-k has left few tokens: each row's threshold, mostly by one reading.
 
-A row's threshold is the largest value such that tokens at or above it have a given mass. All of
-the row may matter to it, so it is read by as many programs as there are parts, and not by one:
+A row's threshold is the largest value such that tokens at or above it have a given mass, its total
+being known. All of the row may matter to it, so it is read by many programs, and not by one:
 
 1. A first guess, by one program a row, from what fits into its registers. The blocks with the
    largest tops hold every token above some value: if those have the mass, the threshold is found.
    Otherwise all tops tell what lies below, and some blocks what else they have, and two values are
    noted that most likely enclose the threshold.
-2. All parts add up what lies above the bracket, and in it by value: BINS sums of as many
-   neighbouring values each, by atomic additions of integers, whose order does not matter.
+2. Programs of some columns each add up what lies in and above the bracket, and in it by value: BINS
+   sums of as many neighbouring values each, by atomic additions of integers, in any order.
 3. The bin in which the mass is reached is one value, if the bracket was right and narrow. Else the
    program of the row goes on alone, with the bin, or with the side of the bracket that it missed.
 
