@@ -54,6 +54,7 @@ from dtensor_sample import (
 from tests.pool import Ranks, worlds
 
 DECODE = Path(script.__file__)
+STARTUP = Path(__file__).parent / "startup"
 PROMPTS = ["The capital of France is", "Once upon a time in 1984, a", "1, 2,"]
 NEW_TOKENS = 8
 
@@ -942,7 +943,8 @@ def be_python(
     """Be `python script ...` or `python -m module ...`."""
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    os.environ.update(environment, OMP_NUM_THREADS="1")
+    folders = filter(None, (str(STARTUP), os.environ.get("PYTHONPATH")))
+    os.environ.update(environment, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(folders))
     torch.set_num_threads(1)
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
