@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtensor_sample import check
+from dtensor_sample import check, indices
 from dtensor_sample.choose import machine_of
 from dtensor_sample.cost import Cost, Shape, cost_of, cost_of_verifying, with_report
 from dtensor_sample.draft.admit import Lanes, best_first, locate
@@ -137,8 +137,8 @@ class ShardPlan:
 
     def on(self, packed: Tensor, positions: Tensor | None, number: int) -> "ShardPlan":
         """This plan with its index tensors elsewhere, as one of those of a step."""
-        sizes = [getattr(self, name).shape[0] for name in INDICES]
-        fields = dict(zip(INDICES, packed.split(sizes), strict=True))
+        sizes = [getattr(self, name).shape[0] for name in indices.NAMES]
+        fields = dict(zip(indices.NAMES, packed.split(sizes), strict=True))
         return replace(self, packed=packed, positions=positions, number=number, **fields)
 
     def best_first(self, confidences: Tensor, draft_token_ids: Tensor) -> Tensor:
@@ -544,23 +544,6 @@ class ShardPlan:
                 "padding": f"{self.num_rows - step.rows} rows, to a capacity of {self.capacity}",
             },
         )
-
-
-INDICES = (
-    "logits_indices",
-    "gathered_src_indices",
-    "batch_slots",
-    "local_cu_num_logits",
-    "row_requests",
-    "row_slots",
-    "row_offsets",
-    "row_numbers",
-    "row_draft_rows",
-    "row_draft_steps",
-    "asked",
-    "lanes",
-)
-"""The fields of a plan that lie on the device, in the order in which `packed` has them."""
 
 
 def _forget_drafts(plan: ShardPlan) -> None:

@@ -17,17 +17,16 @@ from torch.distributed.tensor import DTensor
 from dtensor_sample import check
 from dtensor_sample.choose import fastest, machine_of
 from dtensor_sample.cost import Shape, shape_of, within
-from dtensor_sample.draft.admit import packed_lanes
-from dtensor_sample.exchange import WHOLE, check_exchange, exchange_of
+from dtensor_sample.exchange import WHOLE, Exchange, check_exchange, exchange_of
+from dtensor_sample.indices import NAMES, Array, Batch, asked_of, indices_of
 from dtensor_sample.layout import check_dtype
 from dtensor_sample.log import say
-from dtensor_sample.params import Filters, SamplingParams, Wants, filters_of, wants_of
-from dtensor_sample.plan import INDICES, ShardPlan
+from dtensor_sample.params import Filters, SamplingParams, filters_of, wants_of
+from dtensor_sample.plan import ShardPlan
 from dtensor_sample.process import needs_of
 from dtensor_sample.profile import profiled
 from dtensor_sample.state import SamplingState
 
-Array = np.ndarray
 MOST_ROWS = 1 << 24
 """More padding than that is a mistake."""
 MOST_REMEMBERED = 8
@@ -213,23 +212,15 @@ class BatchSharder:
         budget: int | None,
         after: ShardPlan | None,
     ) -> ShardPlan:
-        state, axis = self.state, self.state.axis
-        slots = check.integers("slots", slots_given, None, 0, state.max_num_reqs - 1)
-        requests_B = [state.request(slot) for slot in slots]
-        if len(set(slots)) < len(slots):
-            twice = next(slot for i, slot in enumerate(slots) if slot in slots[:i])
-            raise ValueError(f"slots must be distinct, got {twice} more than once")
-        B, K = len(slots), state.num_speculative_tokens
-        given = [1] * B if num_logits is None else num_logits
-        rows = check.integers("num_logits", given, B, 1, K + 1)
-        if budget is not None:
-            budget = check.integer("budget", budget, 0, check.INT64_MAX)
-            if K == 0:
-                raise ValueError(f"budget must be None without speculative tokens, got {budget}")
-        params = [request.params for request in requests_B]
+        """Check what was asked for; who owns what; what is where; and all of it on the device."""
+        state, axis, K = self.state, self.state.axis, self.state.num_speculative_tokens
+        slots, rows, budget = self._checked(slots_given, num_logits, budget)
+        requests = tuple(state.request(slot) for slot in slots)
+        params = [request.params for request in requests]
         filters, wants = filters_of(params), wants_of(params, state.vocab_size)
         name = self._named(exchange_name, capacity, after)
         state.slot_edits.check_exchange(slots, name)
+
         promised: dict[int, tuple[int, int]] = {}  # owners and blocks of drafts to come
         if after is not None:
             places = zip(after.owners, after.draft_blocks, strict=True)
@@ -238,121 +229,67 @@ class BatchSharder:
         pinned = [bound.get(slot) for slot in slots]
         owners = assign_owners(self.owners, slots, rows, pinned, state.room())
         slots_B, rows_B, owners_B = (np.array(a, dtype=np.int64) for a in (slots, rows, owners))
-        requests_P = np.bincount(owners_B, minlength=axis.size)
-        drafts_P = np.bincount(owners_B, rows_B - 1, axis.size).astype(np.int64)
-        rows_per_rank = tuple(
-            int(n) + within(budget, int(drafts))
-            for n, drafts in zip(requests_P, drafts_P, strict=True)
-        )
         by_owners, by_all = (
-            shape_of(b, axis.size, rows_B, owners_B, budget) for b in (True, False)
+            shape_of(batch, axis.size, rows_B, owners_B, budget) for batch in (True, False)
         )
         exchange = exchange_of(name or self._fastest(by_owners, by_all, filters), axis)
 
-        # Who holds which rows: under `batch` their owners, otherwise one holder has everything.
         batch = exchange.name == "batch"
-        shape = by_owners if batch else by_all
-        holder_B, me = (owners_B, axis.rank) if batch else (np.zeros_like(owners_B), 0)
-        holders, C, requests, drafts = shape
-        most_rows, most_requests, lanes = C, requests, B
-        bucketed = bool(B and self.buckets and capacity is None)
-        if bucketed:
-            padded = self._padded(shape)
-            if padded is None:
-                share = axis.size // holders
-                raise ValueError(
-                    f"capacities must reach {-(-most_rows // share)} rows an owner, "
-                    f"got {self.buckets}"
-                )
-            holders, C, requests, drafts = padded
-            lanes = holders * C
-            if after is not None and after.bucketed:  # drafts are of as many requests
-                lanes, requests = len(after.batch_slots), after.request_capacity
-        if capacity is not None:
-            if not batch:
-                raise ValueError(f'capacity must be None except under "batch", got {capacity}')
-            capacity = check.integer("capacity", capacity, most_rows, MOST_ROWS)
-            C, requests, drafts = (capacity, capacity, capacity if K else 0) if B else (0, 0, 0)
-
-        # Every row of the step in batch order: its request, its place in it, its hidden row. With a
-        # budget there is one of each request, until `admit` says which others there are.
-        held_B = rows_B if budget is None else np.ones_like(rows_B)
-        first_B = np.cumsum(held_B) - held_B
-        request_T = np.repeat(np.arange(B), held_B)
-        offset_T = np.arange(len(request_T)) - first_B[request_T]
-        hidden_B, num_hidden = first_B, by_all.rows
+        least = by_owners if batch else by_all
+        shape, lanes, bucketed = self._shaped(least, len(slots), batch, capacity, after)
+        given_B = None if positions is None else _on_device(positions, len(slots), state.device)
+        hidden_B, num_hidden = np.cumsum(rows_B) - rows_B, by_all.rows
         if query_start_loc is not None:
             hidden_B = _ends(query_start_loc, rows_B) - rows_B
             num_hidden = int((hidden_B + rows_B).max(initial=0))
-        elif bucketed and budget is not None:
-            num_hidden = holders * C
-        hidden_T = hidden_B[request_T] + offset_T
-
-        row_order = _by_holder(holder_B[request_T], holders, C)  # [holders * C], rows of the step
-        mine = row_order[me * C : (me + 1) * C]
-        own_B = np.flatnonzero(holder_B == me)
-        own_rows = held_B[own_B].sum()
-        cu = np.full(requests + 1, own_rows, dtype=np.int64)
-        cu[: len(own_B) + 1] = np.concatenate([[0], np.cumsum(held_B[own_B])])
-        free = state.drafts.blocks(slots, owners, exchange) if K else (-1,) * B
-        blocks = tuple(
-            promised.get(slot, (0, block))[1] for slot, block in zip(slots, free, strict=True)
-        )
-        steps = tuple(
-            count - 1 if slot in promised and not own.greedy else state.drafts.steps(slot)
-            for slot, count, own in zip(slots, rows, params, strict=True)
-        )
+        elif budget is not None:  # one row of each, until others are admitted
+            hidden_B = np.arange(len(slots))
+            num_hidden = shape.num_rows if bucketed else num_hidden
+        blocks, steps = self._drafts(slots, rows, params, owners, exchange, promised)
         block_B, steps_B = (np.array(a, dtype=np.int64) for a in (blocks, steps))
-        draft_row_B = np.where(block_B >= 0, block_B * K, -1)
-        draft_row_R, steps_R = draft_row_B[request_T[mine]], steps_B[request_T[mine]]
-        real_R = np.arange(len(mine)) < own_rows
-        lane_slots = np.full(lanes, state.max_num_reqs)
-        lane_slots[:B] = slots_B
-        lane_sources = np.zeros(lanes, dtype=np.int64)
-        lane_sources[:B] = holder_B * requests + _place_in_group(holder_B)
-        indices = {
-            "logits_indices": hidden_T[row_order],
-            "gathered_src_indices": lane_sources,
-            "batch_slots": lane_slots,
-            "local_cu_num_logits": cu,
-            "row_requests": request_T[mine],
-            "row_slots": slots_B[request_T[mine]],
-            "row_offsets": offset_T[mine],
-            "row_numbers": mine,
-            "row_draft_rows": np.where(real_R, draft_row_R, -1) if K else draft_row_R[:0],
-            "row_draft_steps": steps_R if K else steps_R[:0],
-            "asked": _asked(params, wants, lanes),
-            "lanes": np.zeros(0, np.int64),
-        }
-        if budget is not None:
-            start_B = np.full(B, -1) if query_start_loc is None else hidden_B
-            columns = [(rows_B - 1, -1), (start_B, -1), (draft_row_B, -1), (steps_B, 0)]
-            owned = [np.flatnonzero(holder_B == holder).tolist() for holder in range(holders)]
-            indices["lanes"] = packed_lanes(lanes, budget, owned, requests, columns)
-        fields = [indices[name] for name in INDICES]
+        holder_B, me = (owners_B, axis.rank) if batch else (np.zeros_like(owners_B), 0)
+        draft_rows_B = np.where(block_B >= 0, block_B * K, -1)
+        indices, local_requests = indices_of(
+            Batch(slots_B, rows_B, holder_B, hidden_B, draft_rows_B, steps_B),
+            shape,
+            me,
+            lanes=lanes,
+            no_slot=state.max_num_reqs,
+            drafted=K > 0,
+            budget=budget,
+            packed=query_start_loc is not None,
+            asked=asked_of(params, wants, lanes),
+        )
+        fields = [indices[name] for name in NAMES]
         with torch.inference_mode(False):  # steps inside and outside of it may share a plan
             packed = torch.from_numpy(np.concatenate(fields)).to(state.device, non_blocking=True)
             on_device = packed.split([len(field) for field in fields])
+
+        requests_P = np.bincount(owners_B, minlength=axis.size).tolist()
+        drafts_P = np.bincount(owners_B, rows_B - 1, axis.size).astype(np.int64).tolist()
+        rows_per_rank = tuple(
+            own + within(budget, drafts) for own, drafts in zip(requests_P, drafts_P, strict=True)
+        )
         return ShardPlan(
             state=state,
             version=state.version,
             exchange=exchange,
             slots=tuple(slots),
-            requests=tuple(requests_B),
+            requests=requests,
             num_logits=tuple(rows),
             budget=budget,
             owners=tuple(owners),
             rows_per_rank=rows_per_rank,
-            capacity=C,
-            num_rows=holders * C,
+            capacity=shape.rows,
+            num_rows=shape.num_rows,
             bucketed=bucketed,
             num_hidden_rows=num_hidden,
             sequences=query_start_loc is not None,
             local_rows=rows_per_rank[me] if batch else by_all.rows,
-            local_requests=len(own_B),
-            max_requests_per_rank=most_requests,
-            request_capacity=requests,
-            draft_capacity=drafts,
+            local_requests=local_requests,
+            max_requests_per_rank=least.requests,
+            request_capacity=shape.requests,
+            draft_capacity=shape.drafts,
             max_rows_per_request=max(rows, default=0),
             filters=filters,
             wants=wants,
@@ -361,9 +298,71 @@ class BatchSharder:
             draft_steps=steps,
             promised=after is not None,
             packed=packed,
-            **dict(zip(INDICES, on_device, strict=True)),
-            positions=None if positions is None else _on_device(positions, B, state.device),
+            **dict(zip(NAMES, on_device, strict=True)),
+            positions=given_B,
         )
+
+    def _checked(
+        self, slots_given: Sequence[int], num_logits: Sequence[int] | None, budget: int | None
+    ) -> tuple[list[int], list[int], int | None]:
+        """Slots with requests in them, rows of each, and the budget."""
+        state, K = self.state, self.state.num_speculative_tokens
+        slots = check.integers("slots", slots_given, None, 0, state.max_num_reqs - 1)
+        for slot in slots:
+            state.request(slot)
+        if len(set(slots)) < len(slots):
+            twice = next(slot for i, slot in enumerate(slots) if slot in slots[:i])
+            raise ValueError(f"slots must be distinct, got {twice} more than once")
+        given = [1] * len(slots) if num_logits is None else num_logits
+        rows = check.integers("num_logits", given, len(slots), 1, K + 1)
+        if budget is not None:
+            budget = check.integer("budget", budget, 0, check.INT64_MAX)
+            if K == 0:
+                raise ValueError(f"budget must be None without speculative tokens, got {budget}")
+        return slots, rows, budget
+
+    def _shaped(
+        self, least: Shape, B: int, batch: bool, capacity: int | None, after: ShardPlan | None
+    ) -> tuple[Shape, int, bool]:
+        """A step's shape with padding, its lanes, and whether they are of a bucket."""
+        if capacity is not None:
+            if not batch:
+                raise ValueError(f'capacity must be None except under "batch", got {capacity}')
+            C = check.integer("capacity", capacity, least.rows, MOST_ROWS) * bool(B)
+            drafts = C * bool(self.state.num_speculative_tokens)
+            return Shape(least.holders, C, C, drafts), B, False
+        if not (B and self.buckets):
+            return least, B, False
+        padded = self._padded(least)
+        if padded is None:
+            share = self.state.axis.size // least.holders
+            raise ValueError(
+                f"capacities must reach {-(-least.rows // share)} rows an owner, got {self.buckets}"
+            )
+        if after is not None and after.bucketed:  # drafts are of as many requests
+            return padded._replace(requests=after.request_capacity), len(after.batch_slots), True
+        return padded, padded.num_rows, True
+
+    def _drafts(
+        self,
+        slots: list[int],
+        rows: list[int],
+        params: list[SamplingParams],
+        owners: list[int],
+        exchange: Exchange,
+        promised: dict[int, tuple[int, int]],
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """[B] blocks of the draft cache, and [B] drafts with logits in them; see `ShardPlan`."""
+        drafts = self.state.drafts
+        free = (-1,) * len(slots)
+        if self.state.num_speculative_tokens:
+            free = drafts.blocks(slots, owners, exchange)
+        blocks = (promised.get(slot, (0, own))[1] for slot, own in zip(slots, free, strict=True))
+        steps = (
+            count - 1 if slot in promised and not own.greedy else drafts.steps(slot)
+            for slot, count, own in zip(slots, rows, params, strict=True)
+        )
+        return tuple(blocks), tuple(steps)
 
     def _named(
         self, exchange: str | None, capacity: int | None, after: ShardPlan | None
@@ -421,34 +420,6 @@ class BatchSharder:
 def _listed(values: object) -> bool:
     flat = isinstance(values, np.ndarray) and values.ndim == 1
     return values is None or isinstance(values, list | tuple | range) or flat
-
-
-def _asked(params: Sequence[SamplingParams], wants: Wants, lanes: int) -> Array:
-    """What each request wants told; see `ShardPlan.asked`. Padding wants nothing."""
-    if not wants.logprobs:
-        return np.zeros(0, np.int64)
-    rows = np.full((lanes, len(Wants._fields) + wants.given), -1, np.int64)
-    rows[:, : len(Wants._fields)] = Wants()
-    for row, own in zip(rows, params, strict=False):
-        told = (*own.wants, *own.logprob_token_ids)
-        row[: len(told)] = told
-    return rows.flatten()
-
-
-def _place_in_group(group_N: Array) -> Array:
-    """[N]: how many earlier entries have the same group. [0, 1, 0, 0] -> [0, 0, 1, 2]."""
-    order = np.argsort(group_N, kind="stable")
-    sizes = np.bincount(group_N)
-    place = np.empty_like(group_N)
-    place[order] = np.arange(len(group_N)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    return place
-
-
-def _by_holder(holder_T: Array, holders: int, capacity: int) -> Array:
-    """[holders * capacity]: rows listed holder after holder, in order, the first row as padding."""
-    order = np.zeros(holders * capacity, dtype=np.int64)
-    order[holder_T * capacity + _place_in_group(holder_T)] = np.arange(len(holder_T))
-    return order
 
 
 def _ends(query_start_loc: Sequence[int], rows_B: Array) -> Array:
