@@ -410,8 +410,9 @@ class RejectionSampler:
         )
         drafts = drafts._replace(row_G=drafts.listed(row_QJ[:, :-1]))
         if not all(one_hot_B):
-            kept_MSw, first_Q = self.state.drafts.logits_MSw, plan.row_draft_rows[row_QJ[:, 0]]
+            kept_MSw = self.state.drafts.logits(plan.exchange.name)
             assert kept_MSw is not None
+            first_Q = plan.row_draft_rows[row_QJ[:, 0]]
             rows_QK = first_Q[:, None] + step_J[:-1]
             rows_QK = torch.where(step_J[:-1] < steps_Q[:, None], rows_QK, -1)
             logits = Logits(kept_MSw, target.first_id_S[:1], drafts.listed(rows_QK))

@@ -21,7 +21,7 @@ from dtensor_sample.cost import shape_of
 from dtensor_sample.debug import agree, debug_by_default
 from dtensor_sample.draft.cache import DraftCache
 from dtensor_sample.exchange import EXCHANGES, WHOLE, Axis, check_exchange
-from dtensor_sample.params import Filters, RowParams, SamplingParams, pack
+from dtensor_sample.params import Filters, RowParams, SamplingParams, filters_of, pack
 from dtensor_sample.predict import constants_of
 from dtensor_sample.process import Processor, SlotEdits, per_token
 from dtensor_sample.random import derive_seed
@@ -33,6 +33,7 @@ HostPart: TypeAlias = "Callable[[ShardPlan], None]"
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 MOST = (1 << 31) - 1
 """Of slots and of draft tokens: what fits in memory is less."""
+EVERY_FILTER = Filters(top_k=True, top_p=True, drawn=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,8 +145,14 @@ class SamplingState:
             num_slots=self.max_num_reqs,
             K=self.num_speculative_tokens,
             vocab_size=self.vocab_size,
+            moves=self.exchange == "auto",
         )
         """The draft-logits cache."""
+        self._drafts_expected = False
+        self._settled: str | None = None
+        """What "auto" is for good once wide state is to come that stays where it is."""
+        self._suited: tuple[int, str] | None = None
+        """What suits the drafts of all requests there are, of which version."""
         self.host_parts: list[tuple[int, HostPart]] | None = None
         """While a graph is captured: what each replay must do on the host, with which of the step's
         plans."""
@@ -209,8 +216,8 @@ class SamplingState:
         self.version += 1
         self._staged[slot] = (*pack(params, seed), start)
         self.slot_edits.admit(slot, params, prompt, output)
-        if params.needs.wide and self.bound_exchange is None:
-            self.expect_drafts()
+        if params.needs.wide and self.settled_exchange is None:
+            self._settled = self.suiting()  # what they keep stays where it is
 
     def remove(self, slot: int) -> None:
         """Free a slot; ValueError if no request is in it."""
@@ -231,30 +238,53 @@ class SamplingState:
     @property
     def bound_exchange(self) -> str | None:
         """What "auto" has to be, since wide state lies or will lie by it; None: it is free."""
-        return self.slot_edits.exchange or self.drafts.exchange or self.drafts.expected
+        settled = self.settled_exchange
+        if settled is None and self._drafts_expected:
+            if self._suited is None or self._suited[0] != self.version:
+                params = [request.params for request in self._requests.values()]
+                self._suited = self.version, self.suiting(len(params), filters_of(params))
+            return self._suited[1]
+        return settled
+
+    @property
+    def settled_exchange(self) -> str | None:
+        """What it has to be whatever requests there are; drafts that are verified free it again."""
+        return self.slot_edits.exchange or self.drafts.exchange or self._settled
 
     @property
     def possible_exchanges(self) -> tuple[str, ...]:
         """What "auto" may take if it is free."""
         return EXCHANGES if self.needs_whole_rows is None else WHOLE
 
-    def expect_drafts(self) -> None:
-        """Settle where "auto" puts wide state: on 1/P of the memory, as suits a full state."""
+    def expect_drafts(self, exchange: str | None = None) -> None:
+        """Let "auto" be an exchange that keeps 1/P of draft logits on each rank.
+
+        Args:
+            exchange: which; None: the fastest for drafts of all requests that there are.
+        """
+        self._drafts_expected, self._settled = True, exchange or self._settled
+
+    def suiting(self, requests: int = 0, filters: Filters = EVERY_FILTER) -> str:
+        """What is fastest for so many requests, of what keeps 1/P of wide state on each rank.
+
+        For none, what is fastest for a full state with all filters.
+        """
+        if requests == 0:
+            requests, filters = self.max_num_reqs, EVERY_FILTER
         K, P = self.num_speculative_tokens, self.axis.size
-        rows_B = [K + 1] * self.max_num_reqs
-        owners_B = [slot % P for slot in range(self.max_num_reqs)]
-        sharding = [name for name in self.possible_exchanges if name != "replicate"]
-        self.drafts.expected = fastest(
+        rows_B = [K + 1] * requests
+        owners_B = [slot % P for slot in range(requests)]
+        return fastest(
             machine_of(self.device.type),
             shape_of(True, P, rows_B, owners_B),
             shape_of(False, P, rows_B, owners_B),
             self.vocab_size,
-            Filters(top_k=True, top_p=True, drawn=True),
+            filters,
             torch.bfloat16,
             K=K,
             draft_dtype=torch.bfloat16,
             method="block",
-            among=sharding,
+            among=[name for name in self.possible_exchanges if name != "replicate"],
         )
 
     def digest(self, slots: Sequence[int]) -> dict[str, object]:

@@ -237,8 +237,8 @@ def play(
     drafter = sampler_of(mesh, script, state, loop, sharded=sharded)
     verifier, results = RejectionSampler(state, method=script.method), []
     for step in steps_of(script, state):
-        if poison and state.drafts.logits_MSw is not None:
-            state.drafts.logits_MSw.fill_(torch.nan)
+        if poison and (kept := state.drafts.logits(exchange)) is not None:
+            kept.fill_(torch.nan)
         results.append(run_step(mesh, state, drafter, verifier, step))
     return results
 

@@ -162,8 +162,11 @@ def kept_rows(state: SamplingState, slots: list[int]) -> list[int]:
     return [row + step for row, steps in first for step in range(steps)]
 
 
-def live(mesh, events: list[tuple], exchange: str, method: str) -> tuple[list[Any], int]:
-    """What the events give, while rows of the cache without drafts are NaN, and its bytes."""
+def live(mesh, events: list[tuple], exchange: str, method: str) -> tuple[list[Any], int, set]:
+    """What the events give, while rows of the cache without drafts are NaN, and its bytes.
+
+    And the exchanges under which drafts were kept.
+    """
     device = mesh.device_type
     state = SamplingState(
         mesh, vocab_size=V, max_num_reqs=SLOTS, num_speculative_tokens=K, exchange=exchange, seed=0
@@ -176,10 +179,14 @@ def live(mesh, events: list[tuple], exchange: str, method: str) -> tuple[list[An
     )
     results: list[Any] = []
     for kind, owners, *given in events:
-        if (cache := state.drafts.logits_MSw) is not None:
-            void = torch.ones(len(cache), dtype=torch.bool)
-            void[kept_rows(state, list(state.drafts._kept))] = False
-            cache[void.to(device)] = torch.nan
+        under = state.drafts.exchange
+        # With "auto" drafts move to another exchange whenever there are none.
+        moved = ("batch", "vocab")[len(results) % 2] if exchange == "auto" and not under else None
+        for name in [under] if under else EXCHANGES:
+            if (cache := state.drafts.logits(name)) is not None:
+                void = torch.ones(len(cache), dtype=torch.bool)
+                void[kept_rows(state, list(state.drafts._kept))] = False
+                cache[void.to(device)] = torch.nan
         result = None
         if kind == "add":
             slot, params, position = given
@@ -188,7 +195,8 @@ def live(mesh, events: list[tuple], exchange: str, method: str) -> tuple[list[An
             state.remove(*given)
         else:
             slots, *given, logits = given
-            plan = sharders[owners].plan(slots, given[0] if kind == "verify" else None)
+            num_logits = given[0] if kind == "verify" else None
+            plan = sharders[owners].plan(slots, num_logits, exchange=moved)
             rows = shard_vocab(plan.select(logits.to(device)), mesh)
             if kind == "draft":
                 result = drafter(rows, plan, step=given[0]).tolist()
@@ -197,7 +205,8 @@ def live(mesh, events: list[tuple], exchange: str, method: str) -> tuple[list[An
             else:
                 result = verifier(rows, plan, given[1]).token_ids.tolist()
         results.append(result)
-    return results, state.drafts.bytes
+    kept = {name for name in EXCHANGES if state.drafts.logits(name) is not None}
+    return results, state.drafts.bytes, kept
 
 
 @lru_cache
@@ -217,6 +226,7 @@ def script(seed: int, method: str, dtype: torch.dtype) -> Script:
         ("batch", 2, "standard", torch.bfloat16),
         ("vocab", 2, "standard", torch.bfloat16),
         ("replicate", 1, "block", torch.float32),
+        ("auto", 4, "block", torch.bfloat16),
     ],
 )
 def test_life(ranks, exchange, seed, method, dtype):
@@ -230,12 +240,14 @@ def test_life(ranks, exchange, seed, method, dtype):
     results = ranks.run(live, made.events, exchange, method)
     columns = [len(part) for part in torch.arange(V + PADDING).chunk(ranks.size)]
     columns += [1] * (ranks.size - len(columns))
-    for rank, (got, size) in enumerate(results):
+    for rank, (got, size, kept) in enumerate(results):
+        assert kept == ({"batch", "vocab"} if exchange == "auto" else {exchange})
         for i, (answer, wanted) in enumerate(zip(got, made.answers, strict=True)):
             assert answer == wanted, (i, made.events[i])
-        rows = -(-SLOTS // ranks.size) if exchange == "batch" else SLOTS
-        width = columns[rank] if exchange == "vocab" else V
-        assert size == rows * K * width * dtype.itemsize
+        owned, width = -(-SLOTS // ranks.size) * K, columns[0 if exchange == "auto" else rank]
+        most = {"batch": owned * V, "vocab": SLOTS * K * width, "replicate": SLOTS * K * V}
+        most["auto"] = max(most["batch"], most["vocab"])
+        assert size == most[exchange] * dtype.itemsize
 
 
 def bytes_after_a_draft(mesh, cases: list[tuple]) -> list[int]:

@@ -178,7 +178,7 @@ def watched(mesh, exchange: str, loop: str, full: bool, K: int) -> tuple[list[st
     plan = BatchSharder(state).plan(step.slots)
     with CollectiveTrace() as trace, Shapes() as shapes:
         draft(mesh, drafter, step, plan)
-    kept = state.drafts.logits_MSw
+    kept = state.drafts.logits(exchange)
     assert kept is not None
     return [KINDS_OF[name] for name, *_ in trace.calls], [list(kept.shape), *shapes.found]
 

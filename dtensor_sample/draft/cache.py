@@ -8,7 +8,8 @@ rank keeps everything.
 
 Who keeps what is host data, the same on every rank. A row is worth nothing until it was written for
 the request that is in the slot now, and nothing again once its drafts were verified; since drafts
-are drawn anew every step, their owners can be balanced anew.
+are drawn anew every step, their owners can be balanced anew. So can the exchange, once no drafts
+are left: `batch` and `vocab` take the same memory, to which each gives a shape of its own.
 """
 
 from __future__ import annotations
@@ -45,16 +46,19 @@ class DraftCache:
         num_slots: slots of the state.
         K: num_speculative_tokens.
         vocab_size: V.
+        moves: whether the exchange may change while there are no drafts; else the first one stays.
     """
 
-    def __init__(self, axis: Axis, *, num_slots: int, K: int, vocab_size: int) -> None:
+    def __init__(self, axis: Axis, *, num_slots: int, K: int, vocab_size: int, moves: bool) -> None:
         self.axis, self.num_slots, self.K, self.vocab_size = axis, num_slots, K, vocab_size
+        self.moves = moves
         self.exchange: str | None = None
-        """Under which exchange drafts are kept, from the first one on."""
-        self.expected: str | None = None
-        """Under which exchange they will be if that is left to "auto", once drafts are to come."""
-        self.logits_MSw: Tensor | None = None
-        """[blocks * K, 1, w]: w = V, or v under `vocab`; None before the first draft."""
+        """Under which exchange drafts are kept; None: there are none, and any may be next."""
+        self._memory: Tensor | None = None
+        """What all of them lie in; None before the first draft."""
+        self._most = self._width = 0
+        """Logits that it has room for, where shards are longest, and columns of the first ones."""
+        self._views: dict[str, Tensor] = {}
         self.columns = 0
         """Columns of a vocabulary shard of the draft logits, padding included."""
         self._kept: dict[int, _Kept] = {}
@@ -64,7 +68,11 @@ class DraftCache:
     @property
     def bytes(self) -> int:
         """Bytes of draft logits that this rank has allocated."""
-        return 0 if self.logits_MSw is None else self.logits_MSw.nbytes
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def logits(self, exchange: str) -> Tensor | None:
+        """[blocks * K, 1, w] what was last written under an exchange; w = V, or v under `vocab`."""
+        return self._views.get(exchange)
 
     def owners(self) -> dict[int, int]:
         """The rank that must verify each slot that it keeps drafts of, if one must."""
@@ -74,7 +82,7 @@ class DraftCache:
 
     def room(self) -> list[int]:
         """Of how many more requests each rank can keep drafts."""
-        if self.exchange == "batch":
+        if self.exchange == "batch" and self._free:
             return [len(free) for free in self._free]
         return [-(-self.num_slots // self.axis.size)] * self.axis.size
 
@@ -88,7 +96,7 @@ class DraftCache:
         """[B] the block that has each request's drafts, or would; -1: there is no room for them."""
         if exchange.name != (self.exchange or exchange.name):
             return (-1,) * len(slots)
-        size, holders = self._blocks(exchange)
+        size, holders = self._blocks(exchange.name)
         free: Sequence[Iterable[int]] = self._free or [range(size)] * holders
         following, blocks = [iter(each) for each in free], []
         for slot, owner in zip(slots, owners, strict=True):
@@ -175,23 +183,37 @@ class DraftCache:
                     f"rank {owner}, has no room for more, or none where the plan looked"
                 )
 
-    def check_dtype(self, logits: object) -> None:
-        """Refuse draft logits of another dtype than those that are kept."""
-        dtype = getattr(logits, "dtype", None)
-        if self.logits_MSw is not None and dtype != self.logits_MSw.dtype:
-            raise ValueError(f"draft_logits must stay {self.logits_MSw.dtype}, got {dtype}")
+    def check_logits(self, logits: object, exchange: Exchange) -> None:
+        """Refuse draft logits of another dtype than those before, or that there is no room for."""
+        dtype, shape = getattr(logits, "dtype", None), getattr(logits, "shape", ())
+        if self._memory is None or not shape:
+            return
+        if self.exchange is not None:
+            self._check_exchange(exchange)
+        if dtype != self._memory.dtype:
+            raise ValueError(f"draft_logits must stay {self._memory.dtype}, got {dtype}")
+        if exchange.name == "vocab" and shape[-1] > self._width:
+            raise ValueError(
+                f"draft_logits must have at most {self._width} columns, as those before, "
+                f"got {shape[-1]}"
+            )
+        if self._size(exchange.name, self._columns(shape[-1])) > self._most:
+            raise ValueError(
+                'exchange must be "batch" or "vocab", which keep draft logits in the memory that '
+                f'there is for them, got "{exchange.name}"'
+            )
 
     def keep(self, plan: ShardPlan, step: int, wanted: Sequence[bool]) -> None:
         """Note on the host that draft token `step` of these requests is kept, or not `wanted`."""
-        if any(wanted) and self.exchange is None:
-            size, holders = self._blocks(plan.exchange)
+        self.forget(slot for slot, keep in zip(plan.slots, wanted, strict=True) if not keep)
+        if any(wanted) and not self._free:
+            size, holders = self._blocks(plan.exchange.name)
             self.exchange = plan.exchange.name
             self._free = [dict.fromkeys(range(size)) for _ in range(holders)]
         for slot, owner, block, keep in zip(
             plan.slots, plan.owners, plan.draft_blocks, wanted, strict=True
         ):
             if not keep:
-                self.forget([slot])
                 continue
             if slot not in self._kept:
                 holder = self._holder(owner, plan.exchange)
@@ -199,24 +221,27 @@ class DraftCache:
                 self._kept[slot] = _Kept(holder, block)
             self._kept[slot].steps = step + 1
 
-    def write(self, logits: Logits, rows_R: Tensor, width: int) -> None:
+    def write(self, logits: Logits, rows_R: Tensor, exchange: Exchange, width: int) -> None:
         """Keep draft logits on the device.
 
         Args:
             logits: R rows, as the exchange placed them.
             rows_R: [R] int64, where each row goes; -1: nowhere.
+            exchange: by which they are kept.
             width: of the whole logits, padding of the vocabulary included.
         """
-        if self.logits_MSw is None:
-            self._allocate(logits, width)
-        assert self.logits_MSw is not None
-        store(self.logits_MSw.flatten(1), rows_R, logits.x_NSv)
+        store(self._viewed(logits, exchange.name, width).flatten(1), rows_R, logits.x_NSv)
 
-    def forget(self, slots: Sequence[int]) -> None:
+    def forget(self, slots: Iterable[int]) -> None:
         """Invalidate the drafts of some slots, if they have any."""
-        for slot in slots if self._kept else ():
+        if not self._kept:
+            return
+        for slot in slots:
             if (kept := self._kept.pop(slot, None)) is not None:
                 self._free[kept.owner][kept.block] = None
+        if not self._kept:
+            self._free = []
+            self.exchange = None if self.moves else self.exchange
 
     def _check_exchange(self, exchange: Exchange) -> None:
         if exchange.name != self.exchange:
@@ -228,20 +253,30 @@ class DraftCache:
     def _holder(self, owner: int, exchange: Exchange) -> int:
         return owner if exchange.name == "batch" else 0
 
-    def _blocks(self, exchange: Exchange) -> tuple[int, int]:
+    def _blocks(self, exchange: str) -> tuple[int, int]:
         """Blocks of each holder, and how many holders there are."""
-        holders = self.axis.size if exchange.name == "batch" else 1
+        holders = self.axis.size if exchange == "batch" else 1
         return -(-self.num_slots // holders), holders
 
     def _columns(self, width: int) -> int:
         """Columns of every vocabulary shard but shorter last ones."""
         return -(-width // self.axis.size)
 
-    def _allocate(self, logits: Logits, width: int) -> None:
-        blocks = -(-self.num_slots // len(self._free))
-        kept = logits.x_NSv.shape[2] if self.exchange == "vocab" else self.vocab_size
+    def _size(self, exchange: str, columns: int) -> int:
+        """Draft logits that a rank keeps whose shard has so many columns."""
+        blocks, _ = self._blocks(exchange)
+        return blocks * self.K * (columns if exchange == "vocab" else self.vocab_size)
+
+    def _viewed(self, logits: Logits, name: str, width: int) -> Tensor:
+        """The memory in the shape that an exchange gives to it."""
+        columns, size = self._columns(width), self._size(name, logits.x_NSv.shape[2])
         with torch.inference_mode(False):  # written by steps inside and outside of it
-            self.logits_MSw = torch.empty(
-                (blocks * self.K, 1, kept), dtype=logits.x_NSv.dtype, device=logits.x_NSv.device
-            )
-        self.columns = self._columns(width)
+            if self._memory is None:
+                every = {name, "batch", "vocab"} if self.moves else {name}
+                self._most = max(self._size(each, columns) for each in every)
+                self._width = width
+                self._memory = logits.x_NSv.new_empty(self._most if self.moves else size)
+            rows = self._blocks(name)[0] * self.K
+            view = self._memory[:size].view(rows, 1, -1)
+        self._views[name], self.columns = view, columns
+        return view

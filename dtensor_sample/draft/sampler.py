@@ -57,7 +57,7 @@ class DraftSampler:
             step = check.integer("step", step, 0, state.num_speculative_tokens - 1)
             state.drafts.check_columns(draft_logits, plan.slots)
             if any(self._drawn(plan)):
-                state.drafts.check_dtype(draft_logits)
+                state.drafts.check_logits(draft_logits, plan.exchange)
             state.on_host(plan, partial(self._check, step=step))
         except ValueError as refused:
             error = refused
@@ -74,7 +74,7 @@ class DraftSampler:
         if filters.drawn:
             row_R = plan.row_draft_rows
             row_R = torch.where(params.greedy | (row_R < 0), -1, row_R + step)
-            state.drafts.write(rows, row_R, draft_logits.shape[-1])
+            state.drafts.write(rows, row_R, plan.exchange, draft_logits.shape[-1])
         position_R = plan.row_positions()
         uniform_R = ops.uniform(params.seed, position_R, step_R, DRAFT)
         drawn_R3, _ = draw(edited, params, uniform_R, filters, plan.exchange, state.vocab_size)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_sample import check, ops
-from dtensor_sample.exchange import Axis, Logits, exchange_of
+from dtensor_sample.exchange import Axis, Exchange, Logits, exchange_of
 from dtensor_sample.layout import DTYPES
 from dtensor_sample.log import say
 from dtensor_sample.ops.largest import TOP_P_ONE
@@ -204,7 +204,7 @@ class SequentialDraftSampler:
             reason = "the drafter needs full logits"
         if reason is not None and self.head.sharded:
             raise ValueError(f"w2 must be a plain tensor, got a DTensor: {reason}")
-        if reason is not None and "vocab" in (state.exchange, state.bound_exchange):
+        if reason is not None and "vocab" in (state.exchange, state.settled_exchange):
             raise ValueError(f'exchange must not be "vocab": {reason}')
         if self.head.sharded and state.exchange not in ("vocab", "auto"):
             raise ValueError(
@@ -212,9 +212,8 @@ class SequentialDraftSampler:
                 "biases to whole rows"
             )
         state.needs_whole_rows = state.needs_whole_rows or reason
-        state.expect_drafts()
-        if self.head.sharded:
-            state.drafts.expected = "vocab"
+        # What loops take is not predicted: so as suits a full state, whatever requests come.
+        state.expect_drafts("vocab" if self.head.sharded else state.suiting())
 
     @torch.no_grad()
     def __call__(
@@ -255,7 +254,7 @@ class SequentialDraftSampler:
             local = self._hidden(hidden, work)
             state.drafts.check_columns(draft_logits, plan.slots)
             if any(_drawn(plan)):
-                state.drafts.check_dtype(draft_logits)
+                state.drafts.check_logits(draft_logits, plan.exchange)
             state.on_host(plan, _check)
         except ValueError as refused:
             error = refused
@@ -270,7 +269,7 @@ class SequentialDraftSampler:
         )
         state.on_host(plan, partial(_keep, K=self.K))
         before_Q = last_B[work.row_requests]
-        result_QW = self._draw(rows, work, before_Q, draft_logits.shape[-1])
+        result_QW = self._draw(rows, work, before_Q, plan.exchange, draft_logits.shape[-1])
         if self.head.weight_H is not None and local is not None:
             result_QW = torch.cat([result_QW, self._confide(local, work, before_Q, result_QW)], 1)
         if work is not plan:  # of what every rank did, the owner's counts
@@ -281,8 +280,13 @@ class SequentialDraftSampler:
         token_BK, bits_BK = result_BW.split(self.K, 1)
         return DraftOutput(token_BK, bits_BK.to(torch.int32).view(torch.float32))
 
-    def _draw(self, rows: Logits, plan: ShardPlan, before_Q: Tensor, width: int) -> Tensor:
-        """[Q, K] int64 tokens of the requests here, from their rows of base logits in order."""
+    def _draw(
+        self, rows: Logits, plan: ShardPlan, before_Q: Tensor, keeping: Exchange, width: int
+    ) -> Tensor:
+        """[Q, K] int64 tokens of the requests here, from their rows of base logits in order.
+
+        What they are drawn from is kept as under the exchange `keeping`.
+        """
         state, where, K, V = self.state, plan.exchange, self.K, self.state.vocab_size
         Q, params, filters = before_Q.shape[0], plan.row_params(), plan.filters
         base_QKSv = rows.x_NSv.unflatten(0, (Q, K))
@@ -303,7 +307,7 @@ class SequentialDraftSampler:
             x_QW = ops.markov(base_QKSv[:, k], floor_Q, before_Q, *factors)
             logits = Logits(x_QW[:, None], rows.first_id_S[:1])
             if filters.drawn:
-                state.drafts.write(logits, row_KQ[k], width)
+                state.drafts.write(logits, row_KQ[k], keeping, width)
             edited = process(logits, plan, own_drafts_RK=token_QK, count_R=step_KQ[k])
             drawn_Q3, _ = draw(edited, params, uniform_KQ[k], filters, where, V)
             before_Q = where.found(drawn_Q3[:, 0])
