@@ -88,14 +88,26 @@ class _Graph:
     """The output for so many requests."""
 
 
+@dataclass(eq=False)
+class _Kind:
+    """The steps of one kind."""
+
+    inputs: _Inputs
+    ran: bool = False
+    """Whether one has run as it is, so that the next may be captured."""
+    graph: _Graph | None = None
+
+
 class GraphedStep:
     """Runs a function of a plan and tensors as CUDA graphs, one for each kind of step.
 
     The first step of a kind runs as it is, the second one is captured, and from then on they are
-    replayed: the same bits each time. Kinds differ in the capacity, the exchange, whether any
-    request draws, uses top-k or top-p, whether drafts with logits are verified, whether positions
-    are given, and the shapes of tensors but for their rows. Without CUDA, or with a state in debug
-    mode, every step runs as it is.
+    replayed: the same bits each time. Kinds differ in the capacity, the exchange, what any request
+    of the batch needs (to draw; top-p; top-k, and about how large; edits of its values; to be told
+    how many logprobs of what sort), whether drafts with logits are verified, whether positions are
+    given, and the shapes of tensors but for their rows. When a table of the state grows, of biases
+    or bad words say, the requests that use it begin new kinds. Without CUDA, or with a state in
+    debug mode, every step runs as it is.
 
     Graphs hold collectives: `close` before `destroy_process_group`, which may hang otherwise.
 
@@ -108,6 +120,8 @@ class GraphedStep:
         capacities: rows of an owner that graphs are made for. Where every rank holds all rows
             ("vocab", "replicate"), there are P times as many.
         owners: as of `BatchSharder`.
+        max_graphs: how many kinds of steps are kept; beyond them the one goes that was not taken
+            for longest.
 
     Raises:
         ValueError: names the argument.
@@ -126,6 +140,7 @@ class GraphedStep:
         *,
         capacities: Sequence[int],
         owners: str = "balanced",
+        max_graphs: int = 64,
     ) -> None:
         if not callable(fn):
             raise ValueError(f"fn must be callable, got {type(fn).__name__}")
@@ -133,8 +148,10 @@ class GraphedStep:
         if not check.integers("capacities", capacities, None, 1):
             raise ValueError("capacities must name at least one capacity, got none")
         self._sharder = BatchSharder(state, owners=owners, buckets=capacities)
-        self._inputs: dict[Hashable, _Inputs] = {}
-        self._graphs: dict[Hashable, _Graph | None] = {}
+        self.max_graphs = check.integer("max_graphs", max_graphs, 1)
+        self._kinds: dict[Hashable, _Kind] = {}
+        """The one taken last is the last one."""
+        self._captures = state.device.type == "cuda" and not state.debug
         self._pool: Any = None
 
     def plan(
@@ -199,25 +216,38 @@ class GraphedStep:
         moved = self.state.slot_edits.version if plans[0].needs.edited else 0
         structures = tuple(each.structure for each in plans)
         kind = several, structures, moved, *((t.shape[1:], t.dtype) for t in tensors)
-        if kind not in self._inputs:
-            self._inputs[kind] = _Inputs(plans, tensors)
-        inputs = self._inputs[kind]
-        inputs.fill(plans, tensors)
-        if kind not in self._graphs:
-            output = self.fn(*inputs.arguments(plans, several))
-            if self.state.device.type == "cuda" and not self.state.debug:
-                self._graphs[kind] = None  # the next one is captured
+        made = self._kinds.pop(kind, None) or _Kind(_Inputs(plans, tensors))
+        self._kinds[kind] = made
+        if len(self._kinds) > self.max_graphs:
+            del self._kinds[next(iter(self._kinds))]
+        made.inputs.fill(plans, tensors)
+        if not (made.ran and self._captures):
+            output = self.fn(*made.inputs.arguments(plans, several))
+            made.ran = True
             return _head(output, lanes, B)
-        made = self._graphs[kind]
-        if made is None:
-            made = self._capture(inputs.arguments(plans, several))
-            self._graphs[kind] = made
-        for number, part in made.host_parts:
-            part(plans[number])
-        made.graph.replay()
-        if B not in made.heads:
-            made.heads[B] = _head(made.output, lanes, B)
-        return made.heads[B]
+        if made.graph is None:
+            made.graph = self._capture(made.inputs.arguments(plans, several))
+        self._do_host_parts(made.graph, plans)
+        made.graph.graph.replay()
+        if B not in made.graph.heads:
+            made.graph.heads[B] = _head(made.graph.output, lanes, B)
+        return made.graph.heads[B]
+
+    @property
+    def num_graphs(self) -> int:
+        """How many kinds of steps are replayed by now."""
+        return sum(kind.graph is not None for kind in self._kinds.values())
+
+    def _do_host_parts(self, graph: _Graph, plans: Sequence[ShardPlan]) -> None:
+        """All of them, or none if one refuses its plan: then nothing of the step will run."""
+        drafts = self.state.drafts
+        saved = drafts.saved()
+        try:
+            for number, part in graph.host_parts:
+                part(plans[number])
+        except ValueError:
+            drafts.restore(saved)
+            raise
 
     def _capture(self, arguments: tuple[Any, ...]) -> _Graph:
         if self._pool is None:
@@ -234,8 +264,7 @@ class GraphedStep:
 
     def close(self) -> None:
         """Free the graphs and what they read from; steps after this begin anew."""
-        self._graphs.clear()
-        self._inputs.clear()
+        self._kinds.clear()
         self._pool = None
 
 

@@ -281,7 +281,7 @@ def play_graphed(
         given = step.base, step.hidden, torch.tensor(step.last, dtype=torch.int64), target
         result = graphed((drafting, plan), *(x.to(mesh.device_type) for x in given))
         results.append({name: x.tolist() for name, x in result.items()})
-    count = len(graphed._graphs)
+    count = graphed.num_graphs
     graphed.close()
     return results, count
 

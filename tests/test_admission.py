@@ -556,7 +556,7 @@ def life(mesh, exchange: str, method: str, steps: int) -> tuple[int, int]:
         at = [loop.state.positions[slots].tolist() for loop in (plain, fused)]
         assert at[0] == at[1]
         total += int(wanted["counts"].sum())
-    made = len(graphed._graphs)
+    made = graphed.num_graphs
     graphed.close()
     return total, made
 

@@ -17,6 +17,7 @@ from dtensor_sample import (
     SamplingState,
     TokenBitmask,
 )
+from dtensor_sample.graphed import _Graph
 from tests.batches import random_batch, random_params, shard_vocab
 from tests.pool import FEW_WORLDS, worlds
 from tests.processing import random_processing
@@ -134,7 +135,7 @@ def life(
         if kind != 1:
             for slot in slots:
                 drafted.pop(slot, None)
-    count = sum(len(g._graphs) for g in graphed.graphs.values())
+    count = sum(g.num_graphs for g in graphed.graphs.values())
     for g in graphed.graphs.values():
         g.close()
     return steps, count
@@ -209,6 +210,101 @@ def test_masks_in_graphs(ranks, exchange):
     """Catches a grammar's mask that a graph has frozen, or that it reads past its rows."""
     results = ranks.run(masked_steps, exchange)
     assert results == [results[0]] * ranks.size
+
+
+class Replays:
+    """A graph that runs the step again, where there is no CUDA to capture it."""
+
+    def __init__(self, run) -> None:
+        self.replay = run
+
+
+def captured(step: GraphedStep) -> GraphedStep:
+    """Let a step make such graphs, host parts kept apart as of those that are captured."""
+
+    def capture(arguments):
+        parts = step.state.host_parts = []
+        try:
+            output = step.fn(*arguments)
+        finally:
+            step.state.host_parts = None
+        return _Graph(Replays(lambda: None), output, parts, {})  # type: ignore[arg-type]
+
+    step._captures, step._capture = True, capture  # type: ignore[method-assign]
+    return step
+
+
+def kinds_of_steps(mesh) -> tuple[list[int], int]:
+    """How many graphs there are after steps of several kinds, three of each, and eager runs."""
+    state = state_of(mesh)
+    sampler, ran, counts = Sampler(state), [], []
+
+    def run(plan, rows):
+        ran.append(plan)
+        return sampler(shard_vocab(plan.select(rows), mesh), plan)
+
+    step = captured(GraphedStep(run, state, capacities=[4], max_graphs=3))
+    rows = torch.zeros(1, V)
+    state.add(4, SamplingParams(temperature=0.0))
+    kinds: list[list[int]] = [[1], [4]]
+    for top in range(1, 4):
+        state.add(5 + top, SamplingParams(logprobs=top))
+        kinds.append([5 + top])
+    for slots in (*kinds, [1]):
+        for _ in range(3):
+            step(step.plan(slots), rows)
+        counts.append(step.num_graphs)
+    step.close()
+    return counts, len(ran)
+
+
+@worlds("cpu:2")
+def test_graphs_are_no_more_than_wanted(ranks):
+    """Catches graphs without end where requests ask to be told something else each time."""
+    for counts, ran in ranks.run(kinds_of_steps):
+        assert counts == [1, 2, 3, 3, 3, 3]
+        assert ran == 2 * 6  # the first kind was dropped, and begins anew
+
+
+def refused_on_replay(mesh) -> list[bool]:
+    """Whether drafts are those of before, after a replay of which the second plan was refused."""
+    state = state_of(mesh, num_speculative_tokens=1, exchange="batch")
+    drafter, verifier = DraftSampler(state), RejectionSampler(state)
+
+    def run(plans, rows):
+        plan, verifying = plans
+        logits = shard_vocab(plan.select(rows), mesh)
+        drafts = drafter(logits, plan, step=0)[:, None]
+        rows = rows.repeat_interleave(2, 0)
+        return verifier(shard_vocab(verifying.select(rows), mesh), verifying, drafts)
+
+    def plans(slots):
+        drafting = step.plan(slots)
+        return drafting, step.plan(slots, [2] * len(slots), after=drafting)
+
+    step = captured(GraphedStep(run, state, capacities=[8]))
+    rows = torch.zeros(2, V)
+    for _ in range(3):
+        step(plans([0, 1]), rows)
+    alone = BatchSharder(state).plan([2, 3])
+    drafter(shard_vocab(alone.select(rows), mesh), alone, step=0)
+    before, refused = state.drafts.saved(), []
+    given = plans([0, 1])
+    broken = replace(given[1], draft_blocks=tuple(b + 1 for b in given[1].draft_blocks))
+    try:
+        step((given[0], broken), rows)
+    except ValueError as error:
+        refused.append("made after the drafts" in str(error))
+    refused.append(state.drafts.saved() == before)
+    step(plans([0, 1]), rows)
+    step.close()
+    return refused
+
+
+@worlds("cpu:2")
+def test_a_refused_replay_changes_nothing(ranks):
+    """Catches drafts that the host takes for kept, though nothing of the step ran."""
+    assert ranks.run(refused_on_replay) == [[True, True]] * 2
 
 
 def state_of(mesh, **kwargs) -> SamplingState:

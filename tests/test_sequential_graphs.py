@@ -84,7 +84,7 @@ def life(mesh, exchange: str, loop: str, steps: int, edited: bool) -> int:
         wanted, got = (engine.block(slots, *given) for engine in engines)
         assert got == wanted, slots
     graphs = list(engines[1].graphs.values())
-    count = sum(len(g._graphs) for g in graphs)
+    count = sum(g.num_graphs for g in graphs)
     for g in graphs:
         g.close()
     return count

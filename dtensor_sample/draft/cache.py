@@ -15,8 +15,7 @@ are left: `batch` and `vocab` take the same memory, to which each gives a shape 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +27,12 @@ if TYPE_CHECKING:
     from dtensor_sample.plan import ShardPlan
 
 
-@dataclass(slots=True)
-class _Kept:
+class _Kept(NamedTuple):
     owner: int
     """The rank that keeps it; 0 where every rank does."""
     block: int
     """Which K rows of the owner's cache."""
-    steps: int = 0
+    steps: int
     """How many draft tokens are written."""
 
 
@@ -215,11 +213,10 @@ class DraftCache:
         ):
             if not keep:
                 continue
+            holder = self._holder(owner, plan.exchange)
             if slot not in self._kept:
-                holder = self._holder(owner, plan.exchange)
                 del self._free[holder][block]
-                self._kept[slot] = _Kept(holder, block)
-            self._kept[slot].steps = step + 1
+            self._kept[slot] = _Kept(holder, block, step + 1)
 
     def write(self, logits: Logits, rows_R: Tensor, exchange: Exchange, width: int) -> None:
         """Keep draft logits on the device.
@@ -242,6 +239,14 @@ class DraftCache:
         if not self._kept:
             self._free = []
             self.exchange = None if self.moves else self.exchange
+
+    def saved(self) -> tuple[object, ...]:
+        """What is kept now, for `restore`."""
+        return self.exchange, dict(self._kept), [dict(free) for free in self._free]
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        """Keep what was kept then."""
+        self.exchange, self._kept, self._free = saved
 
     def _check_exchange(self, exchange: Exchange) -> None:
         if exchange.name != self.exchange:
