@@ -1,10 +1,10 @@
 """One step: who owns what, where each row of logits comes from and where each result goes.
 
-A plan is a pure function of replicated host data (slots and rows per request), so ranks never talk
-to agree on one. Under `batch`, rows are listed owner after owner, in batch order within each,
+A plan is a pure function of replicated host data (slots, rows per request, and where what earlier
+steps kept of them lies), so ranks never talk to agree on one. Under `batch`, rows are listed owner after owner, in batch order within each,
 padded to one capacity C per owner: what `Shard(0)` of a DTensor [P * C, V] means. Padding repeats a
-valid row, and its result is dropped. Under `vocab` and `replicate` rows stay in batch order,
-unpadded.
+valid row, and its result is dropped. Under `vocab` and `replicate` rows stay in batch order, and
+only those of a `GraphedStep` are padded: to P capacities, behind the last.
 """
 
 from collections.abc import Hashable
@@ -21,7 +21,7 @@ from dtensor_sample.cost import Cost, Shape, cost_of, cost_of_verifying, with_re
 from dtensor_sample.draft.admit import Lanes, best_first, locate
 from dtensor_sample.exchange import Exchange, Logits
 from dtensor_sample.explain import Explanation, explain
-from dtensor_sample.layout import Layout, axis_index, check_dtype, layout_of
+from dtensor_sample.layout import Layout, axis_index, check_dtype, layout_of, vocab_sharded
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams, Wants
 from dtensor_sample.process import Needs, TokenBitmask
@@ -52,9 +52,9 @@ class ShardPlan:
     rows_per_rank: tuple[int, ...]
     """[P] rows each rank owns: the splits to send, before padding; with a budget, at most."""
     capacity: int
-    """C: rows per owner with padding, under `batch`; T otherwise."""
+    """C: rows per owner with padding, under `batch`; otherwise all rows, T without padding."""
     num_rows: int
-    """Rows of logits: P * C under `batch`, T otherwise."""
+    """Rows of logits: P * C under `batch`, C otherwise."""
     bucketed: bool
     """Whether the capacity is one of a `GraphedStep`'s."""
     num_hidden_rows: int
@@ -290,17 +290,19 @@ class ShardPlan:
     def select(self, hidden: Tensor) -> Tensor:
         """The hidden rows that need logits, in the order in which the exchange wants them.
 
+        Whoever has logits of all rows already may give those: select(logits) is lm_head(select(x)).
+
         Args:
             hidden: [N, H], or [N, K, H] with K rows that stay together: one for each row of logits
                 in batch order, N = `num_hidden_rows`, or packed sequences if the plan has a
                 `query_start_loc`, of which more may follow. Within a `GraphedStep` rows of padding
-                follow. A plain tensor (the same on every rank), a DTensor Replicate(), or a DTensor
-                Shard(0) on the sampling axis (sequence-parallel).
+                follow. A plain tensor (the same on every rank), or a DTensor that on the sampling
+                axis is Replicate(), Shard(0) (sequence-parallel), or Shard(-1) (logits).
 
         Returns:
-            [num_rows, H] or [num_rows, K, H], plain as `hidden` was, or a DTensor Replicate() on
-            the sampling axis. Sequence-parallel rows are selected where they are, and only those
-            travel.
+            [num_rows, H] or [num_rows, K, H], plain as `hidden` was, or a DTensor that on the
+            sampling axis is Shard(-1) if `hidden` was, otherwise Replicate(). Sequence-parallel
+            rows are selected where they are, and only those travel.
 
         Raises:
             ValueError: another number of rows, another placement, or another device.
@@ -323,6 +325,11 @@ class ShardPlan:
         mesh, axis = hidden.device_mesh, self.state.axis
         dim = axis_index(mesh, self.state.axis_name)
         local, placement = hidden.to_local(), hidden.placements[dim]
+        own_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[dim]]
+        if placement.is_shard(hidden.ndim - 1):
+            (name,) = own_mesh.mesh_dim_names or ("tp",)
+            picked = local.index_select(0, self.logits_indices)
+            return vocab_sharded(picked, own_mesh, vocab_size=hidden.shape[-1], axis=name)
         if placement.is_replicate():
             picked = local.index_select(0, self.logits_indices)
         elif placement.is_shard(0) and mesh.ndim == 1:
@@ -335,10 +342,9 @@ class ShardPlan:
             picked = axis.all_reduce(picked, "sum")
         else:
             raise ValueError(
-                "hidden must be Replicate() on the sampling axis, or Shard(0) on a mesh of that "
-                f"axis alone, got {hidden.placements} on {mesh}"
+                "hidden must be Replicate() or Shard(-1) on the sampling axis, or Shard(0) on a "
+                f"mesh of that axis alone, got {hidden.placements} on {mesh}"
             )
-        own_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[dim]]
         return DTensor.from_local(picked, own_mesh, [Replicate()], run_check=False)
 
     @torch.no_grad()

@@ -36,8 +36,17 @@ def test_global_shapes_of_uneven_shards(ranks, record_property):
     for ours, _, right in results:
         assert ours == [(4, size) for size in sizes]
         assert all(right)
-    guesses = [shapes for _, shapes, _ in results]
-    record_property("from_local_guesses_agree", all(shapes == guesses[0] for shapes in guesses))
+    # The canary: DTensor takes every shard for as wide as the rank's own.
+    for rank, (_, guesses, _) in enumerate(results):
+        chunks = [-(-size // ranks.size) for size in sizes]
+        own = [
+            max(0, min(chunk, size - rank * chunk))
+            for chunk, size in zip(chunks, sizes, strict=True)
+        ]
+        guessed = [(4, width * ranks.size) for width in own]
+        right = [(4, size) for size in sizes]
+        record_property("upstream_is_right", guesses == right)
+        assert guesses in (guessed, right)
 
 
 SCANS = {"cumsum": torch.cumsum, "cumprod": torch.cumprod, "logcumsumexp": torch.logcumsumexp}

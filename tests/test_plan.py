@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtensor_sample import BatchSharder, SamplingParams, SamplingState
-from tests.batches import EXCHANGES, OWNERS
+from dtensor_sample import BatchSharder, Sampler, SamplingParams, SamplingState, vocab_sharded
+from tests.batches import EXCHANGES, OWNERS, shard_vocab
 from tests.pool import worlds
 
 SLOTS, SPECULATIVE = 24, 3
@@ -63,9 +63,10 @@ def plans(mesh, seeds: list[int]) -> list[dict]:
             DTensor.from_local(
                 chunks[rank], mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
             ),
+            shard_vocab(hidden, mesh),
         ]
         selected = [plan.select(form) for form in forms]
-        assert [type(rows) for rows in selected] == [torch.Tensor, DTensor, DTensor]
+        assert [type(rows) for rows in selected] == [torch.Tensor, DTensor, DTensor, DTensor]
         plain = [s.full_tensor() if isinstance(s, DTensor) else s for s in selected]
         results.append(
             {
@@ -97,7 +98,7 @@ def test_random_plans(ranks):
             assert got["owners"] == owners
             assert got["rows_per_rank"] == [len(hidden) for hidden in owned]
             if exchange != "batch":
-                assert got["selected"] == [everything] * 3
+                assert got["selected"] == [everything] * 4
                 continue
             assert got["capacity"] == fullest
             for selected in got["selected"]:
@@ -105,6 +106,38 @@ def test_random_plans(ranks):
                 blocks = [selected[r * fullest :] for r in range(ranks.size)]
                 assert [b[: len(o)] for b, o in zip(blocks, owned, strict=True)] == owned
                 assert len(selected) == ranks.size * fullest
+
+
+def select_either(mesh, exchange: str) -> list[bool]:
+    """Whether selecting logits is as good as selecting what they are computed from."""
+    P, V = mesh.size(), 13
+    lm_head = torch.randn(V, 4, generator=torch.Generator().manual_seed(0)).to(mesh.device_type)
+    width = -(-V // P)
+    own = lm_head[mesh.get_local_rank() * width :][:width]
+    state = SamplingState(mesh, vocab_size=V, max_num_reqs=8, exchange=exchange, seed=0)
+    sharder, sampler, found = BatchSharder(state), Sampler(state), []
+    for slot in range(8):
+        state.add(slot, SamplingParams(seed=slot))
+    for slots in ([3], [5, 1, 0, 2], list(range(8)), []):
+        hidden = torch.randn(len(slots), 4, generator=torch.Generator().manual_seed(len(slots)))
+        hidden = hidden.to(mesh.device_type)
+        plan = sharder.plan(slots, positions=list(range(len(slots))))
+        logits = vocab_sharded(hidden @ own.T, mesh, vocab_size=V)
+        rows = vocab_sharded(plan.select(hidden) @ own.T, mesh, vocab_size=V)
+        picked = plan.select(logits)
+        assert isinstance(picked, DTensor)
+        assert isinstance(rows, DTensor)
+        assert (picked.shape, picked.placements) == (rows.shape, rows.placements)
+        tokens = [sampler(x, plan).token_ids for x in (picked, rows)]
+        found.append(torch.equal(*tokens))
+    return found
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_logits_of_all_rows_can_be_selected(ranks, exchange):
+    """Catches tokens that go to other requests, since logits came in batch order."""
+    for found in ranks.run(select_either, exchange):
+        assert found == [True] * 4
 
 
 def repeated(mesh) -> None:
