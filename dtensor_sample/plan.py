@@ -1,10 +1,11 @@
 """One step: who owns what, where each row of logits comes from and where each result goes.
 
 A plan is a pure function of replicated host data (slots, rows per request, and where what earlier
-steps kept of them lies), so ranks never talk to agree on one. Under `batch`, rows are listed owner after owner, in batch order within each,
-padded to one capacity C per owner: what `Shard(0)` of a DTensor [P * C, V] means. Padding repeats a
-valid row, and its result is dropped. Under `vocab` and `replicate` rows stay in batch order, and
-only those of a `GraphedStep` are padded: to P capacities, behind the last.
+steps kept of them lies), so ranks never talk to agree on one. Under `batch`, rows are listed owner
+after owner, in batch order within each, padded to one capacity C per owner: what `Shard(0)` of a
+DTensor [P * C, V] means. Padding repeats a valid row, and its result is dropped. Under `vocab` and
+`replicate` rows stay in batch order, and only those of a `GraphedStep` are padded: to P capacities,
+behind the last.
 """
 
 from collections.abc import Hashable

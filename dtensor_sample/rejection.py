@@ -1,4 +1,4 @@
-"""Verification of draft tokens by rejection sampling: the whole flow on one screen.
+"""Verification of draft tokens by rejection sampling.
 
 What is emitted is distributed exactly as the target's processed distribution p, whatever the
 drafts' q. "standard" is speculative sampling (Leviathan et al., 2023; Chen et al., 2023): draft i
