@@ -340,7 +340,13 @@ class BatchSharder:
                 f"capacities must reach {-(-least.rows // share)} rows an owner, got {self.buckets}"
             )
         if after is not None and after.bucketed:  # drafts are of as many requests
-            return padded._replace(requests=after.request_capacity), len(after.batch_slots), True
+            lanes, requests = len(after.batch_slots), after.request_capacity
+            if lanes < B or requests < least.requests:
+                raise ValueError(
+                    f"after must be a plan with room for {B} requests, {least.requests} an owner, "
+                    f"got one for {lanes}, {requests} an owner"
+                )
+            return padded._replace(requests=requests), lanes, True
         return padded, padded.num_rows, True
 
     def _drafts(

@@ -47,6 +47,8 @@ def main() -> None:
     seconds = perf_counter() - started
     if args.compare and tokens != generate(model, model.step, params, count).tolist():
         sys.exit("gpt_fast_step.py: the compiled tokens differ from the eager ones")
+    if min(map(min, tokens)) < 0:  # -1: `sample` found none
+        sys.exit("gpt_fast_step.py: a row of logits left no token to draw, as if all were NaN")
     if dist.get_rank() == 0:
         for row in tokens:
             print(*row)

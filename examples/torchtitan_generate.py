@@ -134,6 +134,8 @@ def generate(
             # [sample]
             token_ids = sampler(logits, plan).token_ids
             # [/sample]
+            if token_ids[:, 0].min() < 0:  # -1 is no input
+                raise RuntimeError("a row of logits left no token to draw, as if all were NaN")
             for text, (token_id, *_) in zip(texts, token_ids.tolist(), strict=True):
                 text.append(token_id)
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]

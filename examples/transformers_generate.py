@@ -102,6 +102,7 @@ def generate(
         next_tokens = sample(logits, batch_params, position=position)
         # [/sample]
         tokens.append(next_tokens)
+        check_tokens(next_tokens.tolist())
         ended_B |= torch.isin(next_tokens, end_ids)
         input_ids, position_ids = next_tokens[:, None], position[:, None]
         mask_BL = torch.nn.functional.pad(mask_BL, (0, 1), value=1)
@@ -156,6 +157,7 @@ def generate_packed(
         else:
             logits = replicated(output.logits[0], mesh)
         tokens = sampler(logits, plan).token_ids[:, 0].tolist()
+        check_tokens(tokens)
         cache = output.cache
         for slot, token in zip(running, tokens, strict=True):
             cached[slot] += len(new[slot])
@@ -167,6 +169,12 @@ def generate_packed(
             if len(texts[slot]) < max_new_tokens and texts[slot][-1] not in end_token_ids(model)
         ]
     return texts
+
+
+def check_tokens(tokens: Sequence[int]) -> None:
+    """Stop where a row left no token to draw, as if all its logits were NaN: -1 is no input."""
+    if min(tokens) < 0:
+        raise RuntimeError(f"no token could be drawn for request {tokens.index(-1)}")
 
 
 def is_sharded(model: Any) -> bool:

@@ -324,6 +324,7 @@ def refusals(mesh) -> tuple[list[str], list[int]]:
         capacities=[1],
     )
     rows = torch.randn(4, V, generator=torch.Generator().manual_seed(1)).to(mesh.device_type)
+    wide = GraphedStep(lambda plan: plan, state, capacities=[1, 4])
     old = step.plan([0])
     state.remove(0)
     state.add(0, SamplingParams(seed=0))
@@ -336,6 +337,7 @@ def refusals(mesh) -> tuple[list[str], list[int]]:
         lambda: step(step.plan([0, 1]), rows[:1]),
         lambda: step(BatchSharder(state_of(mesh)).plan([0]), rows[:1]),
         lambda: step("plan", rows[:1]),  # type: ignore[arg-type]
+        lambda: wide.plan([0, 1, 2], after=wide.plan([0])),
     ):
         try:
             attempt()
@@ -360,6 +362,7 @@ def test_refusals(ranks):
         "tensors[0] must have 2 to 2 rows, as many as requests in the plan to as many as fit, got",
         "plan must be made for this sampler's state",
         "plan must be a ShardPlan, got str",
+        "after must be a plan with room for 3 requests",
     )
     for text, part in zip(said, wanted, strict=True):
         assert part in text
@@ -385,7 +388,8 @@ def test_rows_that_are_not_given_are_zeros(ranks):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("fn", 3), ("state", None), ("capacities", []), ("capacities", [0])]
+    ("name", "value"),
+    [("fn", 3), ("state", None), ("capacities", []), ("capacities", [0]), ("max_graphs", 0)],
 )
 @worlds("cpu:1")
 def test_refused_at_construction(ranks, name, value):
@@ -395,7 +399,7 @@ def test_refused_at_construction(ranks, name, value):
 def constructed(mesh, name, value) -> str:
     arguments = {"fn": print, "state": state_of(mesh), "capacities": [1], name: value}
     try:
-        GraphedStep(arguments["fn"], arguments["state"], capacities=arguments["capacities"])
+        GraphedStep(**arguments)
     except ValueError as refused:
         return str(refused)
     return ""
