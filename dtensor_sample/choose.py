@@ -7,8 +7,8 @@ worked out once, in integers, and a choice compares three sums, in compiled code
 
 import functools
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +16,8 @@ from dtensor_sample.cost import Shape, cost_of, cost_of_verifying
 from dtensor_sample.exchange import EXCHANGES, Axis, exchange_of
 from dtensor_sample.params import Filters
 from dtensor_sample.predict import hardware
+from dtensor_sample.private import constant
 
-F = TypeVar("F", bound=Callable[..., Any])
 FEW_ROWS, MARGIN_PERCENT = 4, 10
 """With no more rows than these the plain way, `replicate`, is left only for one that is predicted
 to be faster by more than this: there exchanges differ by less than a prediction errs."""
@@ -25,12 +25,6 @@ PICOSECONDS = 1_000_000
 """Of a microsecond."""
 BY_DEVICE = {"cuda": "h200", "cpu": "cpu"}
 """Whose constants are taken for devices of a type, unless DTENSOR_SAMPLE_HARDWARE says others."""
-
-
-def _constant(function: F) -> F:
-    """What `torch.compiler.assume_constant_result` does, without importing the compiler for it."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 class Line(NamedTuple):
@@ -81,7 +75,7 @@ def _lines(
     return tuple(map(line, EXCHANGES))
 
 
-@_constant
+@constant
 def lines(*step: object) -> tuple[int, ...]:
     """The lines of the EXCHANGES, one after another; constants to a compiler."""
     return tuple(number for line in _lines(*step) for number in line)
@@ -144,7 +138,7 @@ def fastest(
     return best
 
 
-@_constant
+@constant
 def machine_of(device_type: str) -> str:
     """The name of the constants for devices of a type.
 

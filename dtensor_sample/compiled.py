@@ -5,8 +5,8 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch.fx.experimental import _config
 
+from dtensor_sample.private import sizes_of_their_own
 from dtensor_sample.profile import profiled
 
 P = ParamSpec("P")
@@ -27,7 +27,7 @@ def compiled(name: str, function: Callable[P, T]) -> Callable[P, T]:
     def run_any_size(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():  # by the options of who compiles it
             return run(*args, **kwargs)
-        with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]  # made on import
+        with sizes_of_their_own():
             return run(*args, **kwargs)
 
     return profiled(name)(run_any_size)

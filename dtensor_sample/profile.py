@@ -9,8 +9,9 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
+
+from dtensor_sample.private import profiler_enabled
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,7 +24,7 @@ def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         @wraps(function)
         def ranged(*args: P.args, **kwargs: P.kwargs) -> T:
             # A range costs 10 to 20 microseconds, also while nobody looks.
-            if torch.compiler.is_compiling() or not _profiler_enabled():
+            if torch.compiler.is_compiling() or not profiler_enabled():
                 return function(*args, **kwargs)
             with record_function(f"dtensor_sample.{name}"):
                 return function(*args, **kwargs)

@@ -1,4 +1,8 @@
-"""The named ranges that a profiler shows."""
+"""The named ranges that a profiler shows, and steps of a torch that lacks what is private to it."""
+
+import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -9,8 +13,10 @@ from dtensor_sample import (
     Sampler,
     SamplingParams,
     SamplingState,
+    private,
     sample,
 )
+from dtensor_sample import profile as ranges
 from tests.batches import shard_vocab
 from tests.pool import worlds
 
@@ -56,3 +62,36 @@ def test_ranges(ranks):
             "verified": ["plan", "exchange", "verify", "threshold", "gather"],
             "stateless": ["exchange", "draw", "threshold", "gather"],
         }
+
+
+def without_private_names(mesh) -> list[list[int]]:
+    """Tokens of steps of a torch as it is, and of one without names that are private to it."""
+    state = SamplingState(mesh, vocab_size=V, max_num_reqs=2, seed=0)
+    for slot in range(2):
+        state.add(slot, SamplingParams(top_k=3, seed=slot))
+    sharder, sampler, found = BatchSharder(state), Sampler(state), []
+    hidden = torch.randn(2, V, generator=torch.Generator().manual_seed(0)).to(mesh.device_type)
+
+    def step() -> None:
+        plan = sharder.plan([0, 1], positions=[5, 6])
+        logits = shard_vocab(plan.select(hidden), mesh)
+        found.append(sampler(logits, plan).token_ids[:, 0].tolist())
+
+    step()
+    bare = SimpleNamespace(_C=SimpleNamespace())
+    with (
+        mock.patch.object(private, "torch", bare),
+        mock.patch.object(ranges, "profiler_enabled", return_value=True),
+        mock.patch.dict(sys.modules, {"torch.fx.experimental._config": None}),
+    ):
+        assert private.looked_on()
+        with private.sizes_of_their_own():
+            step()
+    return found
+
+
+@worlds("cpu:2")
+def test_torch_may_lack_private_names(ranks):
+    """Catches a step that needs more of torch than is public."""
+    for with_them, without in ranks.run(without_private_names):
+        assert with_them == without

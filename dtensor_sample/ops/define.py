@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtensor_sample.ops.kernels import kernel_of
+from dtensor_sample.private import looked_on
 
 R = TypeVar("R")
 
@@ -37,22 +38,13 @@ class Op(Generic[R]):
     def __call__(self, *args: Any) -> R:
         """What the function returns."""
         first = args[0]
-        if not torch.compiler.is_compiling() and type(first) is Tensor and not _looked_on():
+        if not torch.compiler.is_compiling() and type(first) is Tensor and not looked_on():
             if first.is_cpu:
                 return self._function(*args)
             if first.is_cuda:
                 return self._kernel(*args)
         result: R = self._op(*args)
         return result
-
-
-def _looked_on() -> bool:
-    """Whether a mode or a transform of torch wants to see every op."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.maybe_current_level() is not None
-    )
 
 
 def define(name: str, *, mutates: Iterable[str] = ()) -> Callable[[Callable[..., R]], Op[R]]:
