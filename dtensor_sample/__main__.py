@@ -149,6 +149,10 @@ def params_of(args: argparse.Namespace) -> SamplingParams:
             raise ValueError("--filters cannot be given with --top-k or --top-p")
         top_k = 50 if args.filters in ("top-k", "both") else 0
         top_p = 0.95 if args.filters in ("top-p", "both") else 1.0
+    if args.greedy and (top_k > 0 or top_p < 1):
+        raise ValueError("--greedy cannot be given with filters, which a greedy request has not")
+    if args.budget is not None and args.k == 0:
+        raise ValueError("--budget must be given with --k, as it limits how many drafts there are")
     return SamplingParams(temperature=0.0 if args.greedy else 1.0, top_k=top_k, top_p=top_p)
 
 

@@ -83,7 +83,9 @@ class BatchSharder:
         state: whose slots are planned.
         owners: "balanced", "slot" or "position", see `assign_owners`.
         buckets: row capacities of an owner, to one of which plans are padded with all that they
-            hold, so that steps of one capacity have the same shapes; see `GraphedStep`.
+            hold, so that steps of one capacity have the same shapes: what samplers take and return
+            then has `len(plan.batch_slots)` rows, of which those behind the requests mean nothing.
+            `GraphedStep` uses them, and hides that.
         dtype: of the logits to come; it matters to what "auto" takes, and to nothing else.
     """
 
@@ -116,6 +118,9 @@ class BatchSharder:
         after: ShardPlan | None = None,
     ) -> ShardPlan:
         """Plan a step. Arguments are host data, the same on every rank.
+
+        A step that is like an earlier one may get the plan of that one: its tensors are not to be
+        written to.
 
         Args:
             slots: [B], the requests of this step in batch order.

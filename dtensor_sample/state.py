@@ -33,6 +33,8 @@ HostPart: TypeAlias = "Callable[[ShardPlan], None]"
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 MOST = (1 << 31) - 1
 """Of slots and of draft tokens: what fits in memory is less."""
+MOST_POSITION = 1 << 62
+"""Of a request as it begins: so far from the end of int64 that it is never reached."""
 EVERY_FILTER = Filters(top_k=True, top_p=True, drawn=True)
 
 
@@ -207,7 +209,7 @@ class SamplingState:
                 f"which keep no raw logits, got {self.logprobs_mode!r}"
             )
         start = len(prompt) + len(output) if position is None else position
-        start = check.integer("position", start, 0, check.INT64_MAX)
+        start = check.integer("position", start, 0, MOST_POSITION)
         seed = params.seed
         if seed is None:
             seed = derive_seed(self._base_seed, self._unseeded, child=1)

@@ -88,7 +88,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     number("--top-p", 0.95, "P", "of every request, at temperature 1; 1 is off")
     number("--context", 256, "L", "positions that a token sees")
     number("--steps", 32, "N", "steps that are timed")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument(
+        "--ways", nargs="+", default=list(WAYS), choices=WAYS, help="to sample (default: all)"
+    )
     parser.add_argument(
         "--size", choices=list(SIZES), help="of the model, default 8b on GPUs, else tiny"
     )

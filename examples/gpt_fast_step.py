@@ -203,9 +203,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--compare", action="store_true", help="check that eager steps draw the same tokens")
     add("--batch", type=int, default=4, metavar="B", help="requests, at most 8")
     add("--max-new-tokens", type=int, default=16, metavar="N", help="at most 64")
-    add("--temperature", type=float, default=1.0, metavar="T")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--seed", type=int, default=0)
+    add("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: 1)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="in [0, 1] (default: 1, off)")
+    add("--seed", type=int, default=0, help="of all requests (default: 0)")
     return parser.parse_args()
 
 

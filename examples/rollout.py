@@ -167,7 +167,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--prompts", type=int, default=8, metavar="G", help="of each round (default: %(default)s)")
     add("--samples", type=int, default=16, metavar="N", help="of a prompt (default: %(default)s)")
     add("--length", type=int, default=6, metavar="L", help="new tokens (default: %(default)s)")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="(default: 0)")
     add("--compile", action="store_true", help="run the model under torch.compile")
     add("--json", action="store_true", help="print one JSON object instead of lines")
     return parser.parse_args()

@@ -163,12 +163,17 @@ def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description="Generate tokens with a model of torchtitan.")
     add = parser.add_argument
-    add("--model", choices=("llama3", "qwen3"), default="llama3")
-    add("--backend", choices=("spmd_types", "partial_dtensor"), default="spmd_types")
-    add("--max-new-tokens", type=int, default=8, metavar="N")
+    add("--model", choices=("llama3", "qwen3"), default="llama3", help="(default: llama3)")
+    add(
+        "--backend",
+        choices=("spmd_types", "partial_dtensor"),
+        default="spmd_types",
+        help="torchtitan's: logits are plain shards, or DTensors (default: spmd_types)",
+    )
+    add("--max-new-tokens", type=int, default=8, metavar="N", help="of each prompt (default: 8)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--seed", type=int, default=0)
+    add("--top-p", type=float, default=1.0, metavar="P", help="in [0, 1] (default: 1, off)")
+    add("--seed", type=int, default=0, help="of all requests (default: 0)")
     return parser.parse_args()
 
 

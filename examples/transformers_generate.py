@@ -212,10 +212,10 @@ def parse_arguments() -> argparse.Namespace:
     add("prompts", nargs="+", metavar="PROMPT", help="texts to continue")
     add("--tp-plan", choices=("colwise", "auto"), default="colwise", help="of lm_head")
     add("--packed", action="store_true", help="pack prompts into one row, instead of padding them")
-    add("--max-new-tokens", type=int, default=24, metavar="N")
+    add("--max-new-tokens", type=int, default=24, metavar="N", help="at most (default: 24)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--seed", type=int, default=0)
+    add("--top-p", type=float, default=1.0, metavar="P", help="in [0, 1] (default: 1, off)")
+    add("--seed", type=int, default=0, help="of all requests (default: 0)")
     return parser.parse_args()
 
 

@@ -346,3 +346,48 @@ EVENTS = {
 def test_drafts_are_void_after(ranks, event):
     """Catches draft logits that outlive the block, or the request, that they were drawn for."""
     assert ranks.run(kept_after, event) == [EVENTS[event]] * ranks.size
+
+
+def drafted_at_last(mesh, exchange: str) -> tuple[list[list[int]], list[int]]:
+    """Drafts of a step that a processor let fail at first, and how many of each were kept then."""
+    fails, found, kept = [True, False, False], [], []
+
+    def moody(values, rows):
+        if fails and fails.pop(0):
+            raise ValueError("not yet")
+        return values
+
+    moody.per_token = True  # type: ignore[attr-defined]
+    for processors in ((moody,), ()):
+        state = SamplingState(
+            mesh,
+            vocab_size=V,
+            max_num_reqs=2,
+            num_speculative_tokens=1,
+            exchange=exchange,
+            processors=processors,
+            seed=0,
+        )
+        for slot in range(2):
+            state.add(slot, SamplingParams(seed=slot))
+        sharder, drafter = BatchSharder(state), DraftSampler(state)
+
+        rows = torch.randn(2, V, generator=torch.Generator().manual_seed(0)).to(mesh.device_type)
+        for attempt in range(1 + len(processors)):
+            plan = sharder.plan([0, 1])
+            logits = shard_vocab(plan.select(rows), mesh)
+            if attempt < len(processors):
+                with pytest.raises(ValueError, match="not yet"):
+                    drafter(logits, plan, step=0)
+                kept = [state.drafts.steps(slot) for slot in range(2)]
+            else:
+                found.append(drafter(logits, plan, step=0).tolist())
+    return found, kept
+
+
+@worlds("cpu:2")
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_draft_step_that_failed_can_run_again(ranks, exchange):
+    """Catches drafts that count as kept though a processor raised before any was drawn."""
+    for (again, plain), kept in ranks.run(drafted_at_last, exchange):
+        assert (again, kept) == (plain, [0, 0])

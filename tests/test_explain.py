@@ -143,6 +143,8 @@ BAD = {
     "gpu": ([*STEP, "--gpu", "abacus"], "gpu must be one of"),
     "top-p": ([*STEP, "--top-p", "1.5"], "top_p must be a number in [0, 1]"),
     "both": ([*STEP, "--top-k", "5", "--filters", "none"], "--filters cannot be given with"),
+    "greedy filters": ([*STEP, "--top-k", "5", "--greedy"], "--greedy cannot be given with"),
+    "a budget of none": ([*STEP, "--k", "0", "--budget", "3"], "--budget must be given with --k"),
     "slots": (["--rows", "1", "--vocab", "9", "--tp", "2", "--slots", "3"], "needs --k"),
     "plot": ([*STEP, "--plot", "figure.gif"], "--plot must end in"),
     "folder": ([*STEP, "--plot", "/nowhere/figure.png"], "folder that exists"),

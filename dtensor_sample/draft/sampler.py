@@ -64,7 +64,6 @@ class DraftSampler:
         rows = plan.place(
             draft_logits, state, most_rows=1, error=error, step=step, greedy=self.greedy
         )
-        state.on_host(plan, partial(self._keep, step=step))
         step_R = torch.full_like(plan.row_slots, step)
         edited = process(rows, plan, drafts_BK=state.slot_edits.drafted(plan), count_R=step_R)
         params, filters = plan.row_params(), plan.filters
@@ -80,6 +79,7 @@ class DraftSampler:
         drawn_R3, _ = draw(edited, params, uniform_R, filters, plan.exchange, state.vocab_size)
         token_B = plan.settle(drawn_R3)[:, 0]
         state.slot_edits.remember(plan, token_B, step)
+        state.on_host(plan, partial(self._keep, step=step))  # now that they are
         return token_B
 
     def _drawn(self, plan: ShardPlan) -> list[bool]:

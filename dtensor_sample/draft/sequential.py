@@ -267,9 +267,9 @@ class SequentialDraftSampler:
             error=error,
             last_token_ids=last_B,
         )
-        state.on_host(plan, partial(_keep, K=self.K))
         before_Q = last_B[work.row_requests]
         result_QW = self._draw(rows, work, before_Q, plan.exchange, draft_logits.shape[-1])
+        state.on_host(plan, partial(_keep, K=self.K))  # now that they are
         if self.head.weight_H is not None and local is not None:
             result_QW = torch.cat([result_QW, self._confide(local, work, before_Q, result_QW)], 1)
         if work is not plan:  # of what every rank did, the owner's counts
