@@ -126,6 +126,13 @@ class Exchange(ABC):
         """Whether this rank has all columns of the rows that it samples."""
         return True
 
+    def ids(self, width: int, vocab_size: int) -> range:
+        """The ids of the columns here of logits `width` wide with padding, which may be among them.
+
+        The first one and how many there are: host data, whatever a short last shard leaves out.
+        """
+        return range(vocab_size)
+
     @abstractmethod
     def place(self, local_Tv: Tensor, rows_P: list[int], width: int | None) -> Logits:
         """This rank's view of all logits.
@@ -197,6 +204,10 @@ class VocabExchange(Exchange):
     @property
     def whole(self) -> bool:
         return self.axis.size == 1
+
+    def ids(self, width: int, vocab_size: int) -> range:
+        columns = -(-width // self.axis.size)
+        return range(self.axis.rank * columns, (self.axis.rank + 1) * columns)
 
     @profiled("exchange")
     def place(self, local_Tv: Tensor, rows_P: list[int], width: int | None) -> Logits:

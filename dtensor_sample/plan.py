@@ -393,7 +393,7 @@ class ShardPlan:
         at = {"positions": self.positions, "admitted": self.counts}
         state.agree(error, plan=plan, logits=given, **at, **replicated)
         assert layout is not None
-        state.slot_edits.learn(self.exchange, self._columns(layout))
+        state.slot_edits.learn(self, len(self.exchange.ids(logits.shape[-1], state.vocab_size)))
         splits = [self.capacity * (steps or 1)] * state.axis.size
         return self.exchange.place(layout.local_Tv, splits, layout.width)
 
@@ -434,12 +434,9 @@ class ShardPlan:
                 f"logits must have shape [{shape}V], one row for each that plan.select "
                 f"gives, got {[*layout.lead, logits.shape[-1]]}"
             )
-        state.slot_edits.check_columns(self, self._columns(layout))
+        columns = len(self.exchange.ids(logits.shape[-1], state.vocab_size))
+        state.slot_edits.check_columns(self, columns)
         return layout
-
-    def _columns(self, layout: Layout) -> int:
-        """Columns of every vocabulary shard but shorter last ones."""
-        return layout.width or -(-layout.local_Tv.shape[1] // layout.axis.size)
 
     def settle(self, result_QW: Tensor) -> Tensor:
         """Results of the requests here, or of more rows -> [B, W] on every rank, in batch order."""

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from dtensor_sample import check, ops
-from dtensor_sample.exchange import Axis, Exchange, Logits
+from dtensor_sample.exchange import Axis, Logits
 from dtensor_sample.ops.edits import IN_PROMPT, Edits
 
 if TYPE_CHECKING:
@@ -268,11 +268,11 @@ class TokenBitmask:
         step_K = torch.arange(drafts_BK.shape[1], device=drafts_BK.device)
         return torch.where(step_K < count_B[:, None], drafts_BK, -1)
 
-    def local(self, plan: ShardPlan, first: int, count: int) -> Mask:
-        """The rows, and the words, that this rank reads: those of `count` ids from `first` on."""
+    def local(self, plan: ShardPlan, ids: range) -> Mask:
+        """The rows, and the words, that this rank reads: those of `ids`."""
         device, words = plan.state.device, self.bitmask.shape[1]
-        begin = min(first // 32, words - 1)
-        words_GX = self.bitmask[:, begin : -(-(first + count) // 32)]
+        begin = min(ids.start // 32, words - 1)
+        words_GX = self.bitmask[:, begin : -(-ids.stop // 32)]
         first_id_1 = torch.full((1,), begin * 32, device=device)
         if self._in_place(plan):
             return Mask(words_GX, plan.row_numbers, first_id_1)
@@ -352,6 +352,7 @@ def per_token(processor: object) -> bool:
 def process(
     rows: Logits,
     plan: ShardPlan,
+    width: int,
     *,
     drafts_BK: Tensor | None = None,
     own_drafts_RK: Tensor | None = None,
@@ -364,6 +365,7 @@ def process(
     Args:
         rows: as they were placed.
         plan: whose local rows they are, R of them.
+        width: of the whole logits, padding of the vocabulary included.
         drafts_BK: [B, K] int64 draft tokens of the batch; None: there are none.
         own_drafts_RK: [R, K] int64, instead of them the drafts of each row's request.
         count_R: [R] int64, how many of its request's drafts come before each row.
@@ -380,10 +382,8 @@ def process(
         own_drafts_RK = plan.row_slots[:, None].expand(-1, 0)
     before_RK = torch.arange(own_drafts_RK.shape[1], device=state.device) < count_R[:, None]
     drafts_RK = torch.where(before_RK, own_drafts_RK, -1)
-    whole = plan.exchange.name != "vocab"
-    width = state.slot_edits.columns or 0
-    first, width = (0, state.vocab_size) if whole else (width * state.axis.rank, width)
-    words = None if mask is None else mask.local(plan, first, width)
+    ids = plan.exchange.ids(width, state.vocab_size)
+    words = None if mask is None else mask.local(plan, ids)
     edits = state.slot_edits.edits(plan, drafts_RK, count_R, words)
     rows = rows._replace(edits=edits if index_G is None else edits.at(index_G))
     if not state.processors:
@@ -391,7 +391,7 @@ def process(
     position_R = plan.row_positions() - plan.row_offsets + count_R
     of_row = (plan.row_slots, position_R, drafts_RK)
     slots, positions, drafts = of_row if index_G is None else (x[index_G] for x in of_row)
-    told = RowContext(slots, positions, drafts, first)
+    told = RowContext(slots, positions, drafts, ids.start)
     return _customized(rows, state.processors, told, state.vocab_size)
 
 
@@ -451,7 +451,8 @@ class SlotEdits:
         self.exchange: str | None = None
         """Under which exchange wide rows are kept, from the first one on."""
         self.columns: int | None = None
-        """Columns of a vocabulary shard of logits, padding included; None before the first."""
+        """Columns of wide rows under `vocab`: those, padding included, that a shard of logits had
+        in the first step with biases or counts. None before it."""
         self.bias_MW = torch.empty((0, 0), dtype=torch.float32, device=device)
         """[rows, W] float32: W = V, or `columns` under `vocab`; empty until one is needed."""
         self.counts_MW = torch.empty((0, 0), dtype=torch.int32, device=device)
@@ -515,10 +516,10 @@ class SlotEdits:
         """Raise ValueError for logits whose columns are not those that wide rows are kept in."""
         if plan.exchange.name != "vocab" or self.columns in (None, columns):
             return
-        if plan.needs.edited and self.bytes:
+        if plan.needs.wide:
             raise ValueError(
-                f"logits must have {self.columns} columns a rank with padding, as those before, "
-                f'under "vocab" with biases or counts, got {columns}'
+                f"logits must have {self.columns} columns a rank with padding, as biases and "
+                f'counts that are kept under "vocab", got {columns}'
             )
 
     def digest(self, slots: Sequence[int]) -> object:
@@ -540,9 +541,9 @@ class SlotEdits:
                 self._bind(kept, owner, plan.exchange.name)
         self._upload()
 
-    def learn(self, exchange: Exchange, columns: int) -> None:
-        """Bring the device up to date once it is known how logits lie."""
-        if exchange.name == "vocab" and self.columns is None:
+    def learn(self, plan: ShardPlan, columns: int) -> None:
+        """Bring the device up to date once it is known how the logits of wide rows lie."""
+        if plan.exchange.name == "vocab" and plan.needs.wide and self.columns is None:
             self.columns = columns
             self._upload()
 

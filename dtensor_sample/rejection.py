@@ -338,11 +338,12 @@ class RejectionSampler:
         if mask is not None:
             drafts_BK = mask.acceptable(drafts_BK)
         drafts = self._grid(target, plan, drafts_BK, one_hot_B)
-        target = process(target, plan, drafts_BK=drafts_BK, count_R=plan.row_offsets, mask=mask)
+        width, count_R = logits.shape[-1], plan.row_offsets
+        target = process(target, plan, width, drafts_BK=drafts_BK, count_R=count_R, mask=mask)
         if drafts.logits is not None:
             row_G = drafts.row_G.clamp(min=0)
             drawn_from = process(
-                drafts.logits, plan, drafts_BK=drafts_BK, count_R=plan.row_offsets, index_G=row_G
+                drafts.logits, plan, width, drafts_BK=drafts_BK, count_R=count_R, index_G=row_G
             )
             drafts = drafts._replace(logits=drawn_from)
         filters = plan.filters

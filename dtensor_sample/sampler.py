@@ -87,7 +87,7 @@ class Sampler:
             `logits`, which must not change until `gather` has returned.
         """
         rows = check_plan(plan, self.state).place(logits, self.state, most_rows=1, mask=mask)
-        return process(rows, plan, mask=mask)
+        return process(rows, plan, logits.shape[-1], mask=mask)
 
     def draw(self, rows: Logits, plan: ShardPlan) -> tuple[Tensor, Weighed]:
         """The second: draw tokens of the rows here. Only under "vocab" do ranks communicate.

@@ -544,6 +544,84 @@ def test_custom_processors_get_no_padding(ranks, exchange):
                 assert tokens == [102] * 2
 
 
+class Thirds:
+    """Bans a third of the ids of each row, by what it is told of its columns."""
+
+    per_token = True
+
+    def __call__(self, values: torch.Tensor, rows: RowContext) -> torch.Tensor:
+        ids = rows.first_id + torch.arange(values.shape[1], device=values.device)
+        return values.masked_fill((ids + rows.slots[:, None]) % 3 == 0, -INF)
+
+
+WIDTHS_V, WIDE_SLOT = 100, 3
+NARROW: list[dict[str, Any]] = [
+    {},
+    {"min_tokens": 4, "stop_token_ids": list(range(40, 80))},
+    {"bad_words_ids": [[a, b] for a in range(100) for b in range(a % 2, 100, 20)]},
+]
+
+
+def padded_otherwise(mesh, custom: bool, widths: list[int]) -> list[str]:
+    """Compare the steps of one state, whose logits are padded anew each time, with those of others.
+
+    Each of the others has a state of its own. Returns what was refused, in order.
+    """
+    device, biased = mesh.device_type, {"logit_bias": {7: 2.0, 55: 30.0, 99: -INF}}
+    words_of, generator = np.random.default_rng(1), torch.Generator().manual_seed(4)
+    output: list[list[int]] = [[] for _ in range(WIDE_SLOT + 1)]
+
+    def new() -> SamplingState:
+        state = SamplingState(
+            mesh,
+            vocab_size=WIDTHS_V,
+            exchange="vocab",
+            seed=0,
+            processors=[Thirds()] if custom else [],
+        )
+        for slot, asked in enumerate([*NARROW, biased]):
+            params = SamplingParams(seed=slot, **asked)
+            state.add(slot, params, prompt_token_ids=[slot], output_token_ids=output[slot])
+        return state
+
+    def step(state, slots, full, mask) -> list[int]:
+        logits = shard_vocab(full[slots].to(device), mesh)
+        output = Sampler(state)(logits, BatchSharder(state).plan(slots), mask=mask)
+        return output.token_ids[:, 0].tolist()
+
+    state, said, bound = new(), [], 0
+    for i, width in enumerate(widths):
+        wide = i >= 4 and i % 2 == 0
+        slots = [0, 1, 2, WIDE_SLOT] if wide else [2, 0, 1]
+        full = torch.randn(WIDE_SLOT + 1, width, generator=generator)
+        words = words_of.integers(-(2**31), 2**31, (len(slots), 4)).astype(np.int32)
+        mask = TokenBitmask(bitmask=torch.from_numpy(words)) if i % 3 else None
+        bound = width if wide and not bound else bound
+        if wide and -(-width // mesh.size()) != -(-bound // mesh.size()):
+            with pytest.raises(ValueError, match="columns a rank with padding") as refused:
+                step(state, slots, full, mask)
+            said.append(str(refused.value))
+            continue
+        got, wanted = (step(each, slots, full, mask) for each in (state, new()))
+        assert got == wanted, (i, width)
+        for slot, token in zip(slots, got, strict=True):
+            output[slot].append(token)
+    return said
+
+
+@worlds("cpu:1", "cpu:2", "cpu:4", "cuda:2")
+@pytest.mark.parametrize("custom", [False, True])
+def test_padding_that_changes_between_steps(ranks, custom):
+    """Catches columns of an earlier step, of another width: masks and processors read other ids."""
+    widths = [128, 100, 112, 160, 128, 100, 160, 101, 128, 160, 100, 100]
+    P = ranks.size
+    for said in ranks.run(padded_otherwise, custom, widths):
+        assert len(said) == 2
+        for text, width in zip(said, (160, 100), strict=True):
+            assert f"logits must have {128 // P} columns a rank with padding, as biases" in text
+            assert text.endswith(f"got {width // P}")
+
+
 class Doubles:
     """Returns what no processor may."""
 

@@ -65,7 +65,8 @@ class DraftSampler:
             draft_logits, state, most_rows=1, error=error, step=step, greedy=self.greedy
         )
         step_R = torch.full_like(plan.row_slots, step)
-        edited = process(rows, plan, drafts_BK=state.slot_edits.drafted(plan), count_R=step_R)
+        width, drafts_BK = draft_logits.shape[-1], state.slot_edits.drafted(plan)
+        edited = process(rows, plan, width, drafts_BK=drafts_BK, count_R=step_R)
         params, filters = plan.row_params(), plan.filters
         if self.greedy:
             params = params._replace(greedy=torch.ones_like(params.greedy))
@@ -73,7 +74,7 @@ class DraftSampler:
         if filters.drawn:
             row_R = plan.row_draft_rows
             row_R = torch.where(params.greedy | (row_R < 0), -1, row_R + step)
-            state.drafts.write(rows, row_R, plan.exchange, draft_logits.shape[-1])
+            state.drafts.write(rows, row_R, plan.exchange, width)
         position_R = plan.row_positions()
         uniform_R = ops.uniform(params.seed, position_R, step_R, DRAFT)
         drawn_R3, _ = draw(edited, params, uniform_R, filters, plan.exchange, state.vocab_size)

@@ -308,7 +308,7 @@ class SequentialDraftSampler:
             logits = Logits(x_QW[:, None], rows.first_id_S[:1])
             if filters.drawn:
                 state.drafts.write(logits, row_KQ[k], keeping, width)
-            edited = process(logits, plan, own_drafts_RK=token_QK, count_R=step_KQ[k])
+            edited = process(logits, plan, width, own_drafts_RK=token_QK, count_R=step_KQ[k])
             drawn_Q3, _ = draw(edited, params, uniform_KQ[k], filters, where, V)
             before_Q = where.found(drawn_Q3[:, 0])
             token_QK[:, k] = before_Q
