@@ -42,12 +42,18 @@ _LAST_ID = (1 << 31) - 1
 class Needs(NamedTuple):
     """What a request, or any of a batch, asks for: host data."""
 
-    edited: bool
+    edited: bool = False
     """Whether the value of any logit may change."""
-    biased: bool
+    biased: bool = False
     """Whether a bias is kept for every id; bad words of one token are biases of -inf."""
-    counted: bool
+    counted: bool = False
     """Whether every id is counted."""
+    stops: int = 0
+    """Room for the stop ids of one that has `min_tokens`, see `_room`; 0 if nothing is edited."""
+    words: int = 0
+    """Room for its bad words of more than one token."""
+    length: int = 1
+    """Room for the longest of them; 1 if there are none."""
 
     @property
     def wide(self) -> bool:
@@ -112,12 +118,21 @@ class Processing:
                 f"stop_token_ids must be given with min_tokens = {self.min_tokens}, got none"
             )
         put(self, "stop_token_ids", stops)
-        words = any(len(word) == 1 for word in self.bad_words_ids)
-        biased = bool(self.logit_bias) or self.allowed_token_ids is not None or words
+        lengths = [len(word) for word in self.bad_words_ids if len(word) > 1]
+        single = len(lengths) < len(self.bad_words_ids)
+        biased = bool(self.logit_bias) or self.allowed_token_ids is not None or single
         rates = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
         counted = rates != (1, 0, 0)
         edited = biased or counted or bool(self.bad_words_ids) or self.min_tokens > 0
-        put(self, "needs", Needs(edited, biased, counted))
+        needs = Needs(
+            edited,
+            biased,
+            counted,
+            stops=_room(len(stops) if self.min_tokens else 0) if edited else 0,
+            words=_room(len(lengths)) if lengths else 0,
+            length=_room(max(lengths)) if lengths else 1,
+        )
+        put(self, "needs", needs)
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise ValueError if an id is none of the vocabulary's."""
@@ -151,12 +166,16 @@ class Processing:
 
 def needs_of(params: Sequence[Processing], processors: Sequence[Processor]) -> Needs:
     """What some requests ask for; custom processors may do anything."""
-    distinct = {p.needs for p in params}
-    return Needs(
-        bool(processors) or any(needs.edited for needs in distinct),
-        any(needs.biased for needs in distinct),
-        any(needs.counted for needs in distinct),
-    )
+    distinct = {p.needs for p in params} | {Needs(edited=bool(processors))}
+    return Needs._make(max(each) for each in zip(*distinct, strict=True))
+
+
+def _room(count: int) -> int:
+    """Room for so many, a power of 4: tables of few widths, and so few graphs and compilations.
+
+    At least 4, as the compiler would treat none and one as cases of their own.
+    """
+    return 1 << 2 * max(1, -(-(count - 1).bit_length() // 2))
 
 
 def _biases(given: object) -> tuple[tuple[int, float], ...]:
@@ -553,10 +572,11 @@ class SlotEdits:
             return
         slots_B = plan.batch_slots
         self._numbers_S6[:, 5].index_add_(0, slots_B, num_sampled_B)
-        if length := self._tail_ST.shape[1]:
-            text_BX = torch.cat([self._tail_ST[slots_B], tokens_BJ], 1)
+        *_, tail_ST = self._narrowed(plan.needs)
+        if length := tail_ST.shape[1]:
+            text_BX = torch.cat([tail_ST[slots_B], tokens_BJ], 1)
             place_BT = num_sampled_B[:, None] + torch.arange(length, device=self.device)
-            self._tail_ST.index_copy_(0, slots_B, text_BX.gather(1, place_BT))
+            tail_ST.index_copy_(0, slots_B, text_BX.gather(1, place_BT))
         if self.counts_MW.numel():
             row_B1 = self._numbers_S6[slots_B, 0][:, None]
             width = self.counts_MW.shape[1]
@@ -595,9 +615,11 @@ class SlotEdits:
         if not plan.needs.edited:
             return edits
         row_R, *rates, min_tokens_R, emitted_R = self._numbers_S6[slots_R].unbind(1)
+        stops_SE, words_SWL, tail_ST = self._narrowed(plan.needs)
         stopped_R1 = (emitted_R + count_R < min_tokens_R)[:, None]
-        stops_RE = torch.where(stopped_R1, self._stops_SE[slots_R], -1)
-        banned_RB = torch.cat([stops_RE, self._bad(slots_R, drafts_RK, count_R)], 1)
+        stops_RE = torch.where(stopped_R1, stops_SE[slots_R], -1)
+        text_RX = torch.cat([tail_ST[slots_R], drafts_RK], 1)
+        banned_RB = torch.cat([stops_RE, _bad(words_SWL[slots_R], text_RX, count_R)], 1)
         return edits._replace(
             table_E=row_R,
             rates_E3=torch.stack(rates, 1).to(torch.int32).view(torch.float32),
@@ -607,15 +629,14 @@ class SlotEdits:
             counts_MW=self.counts_MW if plan.needs.counted else self.counts_MW[:0],
         )
 
-    def _bad(self, slots_R: Tensor, drafts_RK: Tensor, count_R: Tensor) -> Tensor:
-        """[R, W] last ids of the bad words that the text before a row begins; -1 elsewhere."""
-        words_RWL = self._words_SWL[slots_R]
-        length = self._tail_ST.shape[1]
-        text_RX = torch.cat([self._tail_ST[slots_R], drafts_RK], 1)
-        place_RT = count_R[:, None] + torch.arange(length, device=self.device)
-        before_RT = text_RX.gather(1, place_RT)
-        begins_RWT = (words_RWL[..., :-1] == before_RT[:, None]) | (words_RWL[..., :-1] < 0)
-        return torch.where(begins_RWT.all(2), words_RWL[..., -1], -1)
+    def _narrowed(self, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
+        """Stop ids, bad words and ends of texts of all slots, as far as some requests need them.
+
+        What another needs, or needed once, takes memory and no work.
+        """
+        first = self._words_SWL.shape[2] - needs.length  # words are aligned at their ends
+        words_SWL = self._words_SWL[:, : needs.words, first:]
+        return self._stops_SE[:, : needs.stops], words_SWL, self._tail_ST[:, first:]
 
     # --- uploading
 
@@ -638,12 +659,15 @@ class SlotEdits:
             return
         self._stale -= set(ready)
         known = {slot: self._kept[slot] for slot in ready if slot in self._kept}
-        self._grow([kept.params for kept in known.values()])
-        table = np.array([self._narrow(slot, known.get(slot)) for slot in ready], dtype=np.int64)
-        staged = self._to_device(table)
-        narrow = (self._numbers_S6, self._stops_SE, self._words_SWL, self._tail_ST)
+        needs = needs_of([kept.params for kept in known.values()], ())
+        self._grow(needs)
+        rows = [self._narrow(slot, known.get(slot), needs) for slot in ready]
+        staged = self._to_device(np.array(rows, dtype=np.int64))
+        narrow = (self._numbers_S6, *self._narrowed(needs))
         sizes = [1, *(x[0].numel() for x in narrow)]
         slots, *columns = staged.split(sizes, 1)
+        for x in (self._stops_SE, self._words_SWL):  # also what these requests do not need of them
+            x.index_fill_(0, slots[:, 0], -1)
         for x, own in zip(narrow, columns, strict=True):
             x.index_copy_(0, slots[:, 0], own.reshape(len(ready), *x.shape[1:]))
         if width:
@@ -675,9 +699,9 @@ class SlotEdits:
                         0, self._to_device(at), self._to_device(count)
                     )
 
-    def _narrow(self, slot: int, kept: _Kept | None) -> list[int]:
-        """What a slot has on every rank: the slot, and columns as of the tables beside it."""
-        E, (W, L), T = self._stops_SE.shape[1], self._words_SWL.shape[1:], self._tail_ST.shape[1]
+    def _narrow(self, slot: int, kept: _Kept | None, needs: Needs) -> list[int]:
+        """What a slot has on every rank: the slot, and columns as of tables of such a width."""
+        E, W, L, T = needs.stops, needs.words, needs.length, needs.length - 1
         if kept is None:
             return [slot, -1, *_bits(1, 0, 0), 0, 0, *[-1] * (E + W * L + T)]
         params = kept.params
@@ -704,23 +728,16 @@ class SlotEdits:
         here = self.exchange != "batch" or kept.owner == self.axis.rank
         return kept.row if here else -1
 
-    def _grow(self, requests: Sequence[Processing]) -> None:
+    def _grow(self, needs: Needs) -> None:
         """Room for the stop ids and bad words of new requests."""
-        stops = max((len(p.stop_token_ids) for p in requests if p.min_tokens), default=0)
-        words = [[len(w) for w in p.bad_words_ids if len(w) > 1] for p in requests]
-        count = max(map(len, words), default=0)
-        longest = max((length for own in words for length in own), default=1)
         E, (W, L) = self._stops_SE.shape[1], self._words_SWL.shape[1:]
-        E2, W2, L2 = (
-            have if want <= have else 1 << (want - 1).bit_length()
-            for have, want in ((E, stops), (W, count), (L, longest))
-        )
+        E2, W2, L2 = max(E, needs.stops), max(W, needs.words), max(L, needs.length)
         with torch.inference_mode(False):
             self.version += (E2, W2, L2) != (E, W, L)
             if E2 > E:
                 self._stops_SE = pad(self._stops_SE, (0, E2 - E), value=-1)
             if (W2, L2) != (W, L):
-                # Words are aligned at their ends, as the text before a row is.
+                # Words end where the text before a row does.
                 self._words_SWL = pad(self._words_SWL, (L2 - L, 0, 0, W2 - W), value=-1)
                 self._tail_ST = pad(self._tail_ST, (L2 - L, 0), value=-1)
 
@@ -744,6 +761,20 @@ def _bits(*values: float) -> list[int]:
     """Float32 numbers by their bits."""
     bits: list[int] = np.array(values, dtype=np.float32).view(np.int32).tolist()
     return bits
+
+
+def _bad(words_RWL: Tensor, text_RX: Tensor, count_R: Tensor) -> Tensor:
+    """[R, W] last ids of the bad words that the text before a row begins; -1 elsewhere.
+
+    Args:
+        words_RWL: [R, W, L], -1 before the first id of a shorter word, and where there is none.
+        text_RX: [R, L - 1 + K] the end of the text, then drafts.
+        count_R: [R] how many of those come before the row.
+    """
+    place_RT = count_R[:, None] + torch.arange(words_RWL.shape[2] - 1, device=count_R.device)
+    before_RT = text_RX.gather(1, place_RT)
+    begins_RWT = (words_RWL[..., :-1] == before_RT[:, None]) | (words_RWL[..., :-1] < 0)
+    return torch.where(begins_RWT.all(2), words_RWL[..., -1], -1)
 
 
 def _counts(kept: _Kept, first: int, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,8 @@ from dtensor_sample import (
     TokenBitmask,
     replicated,
 )
-from dtensor_sample.process import RowContext
+from dtensor_sample.ops.edits import Edits
+from dtensor_sample.process import RowContext, process
 from tests.batches import DTYPES, EXCHANGES, shard_vocab
 from tests.pool import FEW_WORLDS, worlds
 from tests.processing import Script, play
@@ -337,6 +338,96 @@ def test_counts_advance_though_positions_are_given(ranks, exchange):
     """Catches counts that stay where positions do, against what `plan` says."""
     for found in ranks.run(at_given_positions, exchange):
         assert found == ([2, 1, 2, 3], 0)
+
+
+# --- what others ask for
+
+
+def after_others(mesh, exchange: str, others: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Texts of two requests while others come and go; how many ids their rows may ban, and could.
+
+    And how many kinds of plans there were of the two.
+    """
+    V, K, device = 37, 2, mesh.device_type
+    state = SamplingState(
+        mesh, vocab_size=V, max_num_reqs=6, num_speculative_tokens=K, exchange=exchange, seed=0
+    )
+    words = [*[[a, b] for a in range(V) for b in range(a % 2, V, 2)][:60], [3, 4, 5], [9]]
+    state.add(0, SamplingParams(min_tokens=5, stop_token_ids=[1, 2], seed=1), prompt_token_ids=[1])
+    state.add(1, SamplingParams(bad_words_ids=words, seed=2), prompt_token_ids=[2])
+    sharder, generator, widths, kinds = BatchSharder(state), torch.Generator(), set(), set()
+    texts: list[list[int]] = [[], []]
+    for step, coming in enumerate(others):
+        for slot, asked in enumerate(coming, 2):
+            state.add(slot, SamplingParams(**asked), prompt_token_ids=[slot])
+        generator.manual_seed(step)
+        rows = torch.randn(2 * (K + 1), V, generator=generator).to(device)
+        drafts = torch.randint(0, V, (2, K), generator=generator).tolist()
+        sampler = RejectionSampler(state)
+        if coming:  # a step of theirs
+            plan = sharder.plan(range(2, 2 + len(coming)))
+            logits = shard_vocab(plan.select(rows[: len(coming)]), mesh)
+            sampler(logits, plan, [[] for _ in coming])
+        plan = sharder.plan([0, 1], [K + 1] * 2)
+        kinds.add(plan.structure)
+        logits = shard_vocab(plan.select(rows), mesh)
+        placed = plan.place(logits, state, most_rows=K + 1)
+        widths.add(Edits(*process(placed, plan, V).edits).banned_EB.shape[1])
+        output = sampler(logits, plan, drafts)
+        for text, new in zip(texts, output.token_ids.tolist(), strict=True):
+            text += [x for x in new if x >= 0]
+        for slot in range(2, 2 + len(coming)):
+            state.remove(slot)
+    kept = state.slot_edits
+    room = kept._stops_SE.shape[1] + kept._words_SWL.shape[1]
+    return {"texts": texts, "widths": widths, "room": room, "kinds": len(kinds)}
+
+
+@worlds(*FEW_WORLDS)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_what_others_ask_for_takes_no_work(ranks, exchange):
+    """Catches rows that may ban as many ids as those of any request ever could, and cut off words.
+
+    And kinds of plans, each a graph of its own, that follow from requests of no part in them.
+    """
+    rng = np.random.default_rng(0)
+    long = {"bad_words_ids": [rng.integers(0, 37, n % 64 + 1).tolist() for n in range(1000)]}
+    stops = {"min_tokens": 9, "stop_token_ids": list(range(30))}
+    short = {"bad_words_ids": [[1, 2]]}
+    others: list[list[dict[str, Any]]] = [[], [stops], [], [short, long], [long], [], [short], []]
+    alone = ranks.run(after_others, exchange, [[]] * len(others))
+    for wanted, got in zip(alone, ranks.run(after_others, exchange, others), strict=True):
+        assert (wanted["widths"], wanted["room"], wanted["kinds"]) == ({4 + 64}, 4 + 64, 1)
+        assert got == wanted | {"room": 64 + 1024}
+
+
+def in_turn(mesh, exchange: str, banned: list[int]) -> list[list[int]]:
+    """Greedy tokens of requests in slot 0 whose words ban the likeliest ids, beside one in slot 1.
+
+    So many ids each; the first of `banned` is of the one that stays.
+    """
+    state = SamplingState(mesh, vocab_size=30, max_num_reqs=2, exchange=exchange, seed=0)
+    full, found = torch.linspace(1, 0, 30, device=mesh.device_type).expand(2, 30), []
+    for i, count in enumerate(banned):
+        first = [1] if i else range(30)  # after whatever the one that stays has emitted
+        words = [*([a, b] for a in first for b in range(count)[::-1]), [2] * (count + 2)]
+        params = SamplingParams(temperature=0, bad_words_ids=words)
+        state.add(int(i == 0), params, prompt_token_ids=[1])
+        if i:
+            plan = BatchSharder(state).plan([0, 1])
+            logits = shard_vocab(plan.select(full), mesh)
+            found.append(Sampler(state)(logits, plan).token_ids[:, 0].tolist())
+            state.remove(0)
+    return found
+
+
+@worlds("cpu:1", "cpu:2", "cuda:2")
+@pytest.mark.parametrize("exchange", ["batch", "vocab"])
+def test_no_words_are_left_in_a_slot(ranks, exchange):
+    """Catches words of the request before in the slot, beside one that needs as much room."""
+    banned = [20, 3, 20, 1, 0, 5, 20, 17, 4, 2, 0, 0, 20, 1, 20]
+    wanted = [[count, banned[0]] for count in banned[1:]]
+    assert ranks.run(in_turn, exchange, banned) == [wanted] * ranks.size
 
 
 # --- where it lies

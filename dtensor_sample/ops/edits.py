@@ -124,8 +124,8 @@ def edited(
         value_RX = torch.where(seen_RX, repeated_RX, value_RX)
         value_RX = value_RX - count_RX.to(torch.float32) * frequency_R1
         value_RX = torch.where(count_RX > 0, value_RX - presence_R1, value_RX)
-    for banned_R in of.banned_EB[row_R].unbind(1):
-        banned_RX = banned_RX | (known_R1 & (banned_R[:, None] == id_RX))
+    for banned_R in torch.where(known_R1, of.banned_EB[row_R], -1).unbind(1):
+        banned_RX |= banned_R[:, None] == id_RX
     if of.mask_GX.numel():
         mask_R1 = torch.where(known_R1, of.mask_E[row_R][:, None], -1)
         bit_RX = id_RX - of.mask_id_1
