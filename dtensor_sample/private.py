@@ -29,16 +29,20 @@ def looked_on() -> bool:
         return True
 
 
-def sizes_of_their_own() -> AbstractContextManager[object]:
-    """Lets the compiler take equal sizes for different symbols; otherwise it compiles once more."""
+def many_variants() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """Two contexts to call a compiled function in, again and again.
+
+    They let the compiler take equal sizes for different symbols, and make up to 256 variants.
+    Otherwise it compiles once more, and gives up after 8.
+    """
     try:
         from torch.fx.experimental import _config
-    except ImportError:
-        return nullcontext()
-    patched: AbstractContextManager[object] = _config.patch(  # type: ignore[attr-defined]
-        use_duck_shape=False
-    )
-    return patched
+
+        shapes = _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+        limits = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
+        return shapes, torch._dynamo.config.patch(limits)
+    except (ImportError, AttributeError):
+        return nullcontext(), nullcontext()
 
 
 def constant(function: F) -> F:

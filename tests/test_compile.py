@@ -1,5 +1,6 @@
 """Compiled steps: the eager tokens, and few compilations."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -9,7 +10,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from dtensor_sample import BatchSharder, Sampler, SamplingParams, SamplingState, sample
+from dtensor_sample import (
+    BatchSharder,
+    Sampler,
+    SamplingParams,
+    SamplingState,
+    TokenBitmask,
+    sample,
+)
 from tests.batches import Batch, Layout, random_batch, shard_vocab, tokens
 from tests.pool import worlds
 from tests.speculation import Speculation, expected, random_speculation, speculative_step
@@ -87,6 +95,45 @@ def test_compiled_tokens(ranks):
     # Without top-k and top-p the graph is small; `test_compiled_tokens_of_many_sizes` has the rest.
     plain = SamplingParams(min_p=0.01, seed=3)
     assert check(ranks, "vocab", [SIZE, 33], "inductor", plain) == 1
+
+
+def steps_of_many_kinds(mesh, compile: bool) -> list[list[int]]:
+    """Tokens of steps with every combination of edits."""
+    size, found = 64, []
+    state = SamplingState(mesh, vocab_size=size, max_num_reqs=2, exchange="batch", seed=0)
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        sampler, sharder = Sampler(state, compile=compile), BatchSharder(state)
+    everything = torch.full((2, size // 32), -1, dtype=torch.int32, device=mesh.device_type)
+    generator = torch.Generator().manual_seed(0)
+    for kind in itertools.product((False, True), repeat=5):
+        biased, counted, stopped, masked, filtered = kind
+        params = SamplingParams(
+            seed=1,
+            logit_bias={3: 1.0} if biased else {},
+            presence_penalty=1.0 if counted else 0.0,
+            min_tokens=3 if stopped else 0,
+            stop_token_ids=[1] if stopped else [],
+            top_k=5 if filtered else 0,
+        )
+        for slot in range(2):
+            state.add(slot, params)
+        plan = sharder.plan([0, 1])
+        rows = torch.randn(2, size, generator=generator).to(mesh.device_type)
+        mask = TokenBitmask(bitmask=everything) if masked else None
+        output = sampler(shard_vocab(plan.select(rows), mesh), plan, mask=mask)
+        found.append(output.token_ids[:, 0].tolist())
+        for slot in range(2):
+            state.remove(slot)
+    return found
+
+
+@worlds("cpu:2", "cuda:2")
+def test_compiled_steps_of_many_kinds(ranks):
+    """Catches a compiler that gives up, since requests of a process ask for too much in all."""
+    ranks.run(forget_compilations)
+    assert ranks.run(steps_of_many_kinds, True, timeout=150) == ranks.run(
+        steps_of_many_kinds, False
+    )
 
 
 def verified_steps(
