@@ -9,18 +9,47 @@ part that does.
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dtensor_sample.exchange import Axis
 
+T = TypeVar("T")
+
 
 def debug_by_default() -> bool:
     """Whether the environment variable DTENSOR_SAMPLE_DEBUG is set to anything but 0."""
     return os.environ.get("DTENSOR_SAMPLE_DEBUG", "0") not in ("", "0")
+
+
+def checked(
+    axis: Axis, device: torch.device, check: Callable[[], T], told: Callable[[T], dict[str, object]]
+) -> T:
+    """What `check` makes of the arguments of a call; in debug mode ranks agree on them first.
+
+    Args:
+        axis: the ranks that compare, in debug mode.
+        device: where the collective runs.
+        check: raises ValueError for what it refuses.
+        told: of what `check` returns, what must be the same on every rank, as for `agree`.
+
+    Raises:
+        ValueError: what `check` raises; in debug mode as `agree` says.
+    """
+    if not debug_by_default():
+        return check()
+    found, error = None, None
+    try:
+        found = check()
+    except ValueError as refused:
+        error = refused
+    agree(axis, device, error, **({} if found is None else told(found)))
+    assert found is not None
+    return found
 
 
 def agree(axis: Axis, device: torch.device, error: ValueError | None, **replicated: object) -> None:

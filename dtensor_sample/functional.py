@@ -1,6 +1,7 @@
 """The stateless call: logits in, tokens out, in anyone's script."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,9 +12,9 @@ from torch.nn.functional import pad
 from dtensor_sample import check, ops
 from dtensor_sample.choose import fastest, machine_of
 from dtensor_sample.cost import Shape
-from dtensor_sample.debug import agree, debug_by_default
-from dtensor_sample.exchange import check_exchange, exchange_of
-from dtensor_sample.layout import Layout, layout_of
+from dtensor_sample.debug import checked
+from dtensor_sample.exchange import Exchange, check_exchange, exchange_of
+from dtensor_sample.layout import Layout, axis_of, layout_of
 from dtensor_sample.logprobs import logprobs
 from dtensor_sample.params import (
     BatchedParams,
@@ -70,37 +71,19 @@ def sample(
     Example:
         >>> tokens = sample(logits, SamplingParams(top_p=0.9, seed=1), position=7)  # doctest: +SKIP
     """
-    layout = layout_of(logits, axis=axis, vocab_size=vocab_size)
-    rows, device, error = layout.local_Tv.shape[0], layout.local_Tv.device, None
-    try:
+
+    def check_all() -> _Call:
+        layout = layout_of(logits, axis=axis, vocab_size=vocab_size)
         name = check_exchange(exchange)
         batched = _batched(params, layout, base_seed)
-        chosen = exchange_of(
-            _fastest(layout, batched.filters) if name == "auto" else name, layout.axis
-        )
-        position_T = _positions(position, layout.lead, device)
-    except ValueError as refused:
-        error = refused
-    if debug_by_default():
-        ok = error is None
-        agree(
-            layout.axis,
-            device,
-            error,
-            logits={
-                "rows": layout.lead,
-                "width": layout.width,
-                "vocab_size": layout.vocab_size,
-                "dtype": logits.dtype,
-            },
-            params=ok and RowParams.unpack(batched.table),
-            filters=ok and batched.filters,
-            position=ok and position_T,
-            exchange=ok and chosen.name,
-        )
-    elif error is not None:
-        raise error
+        if name == "auto":
+            name = _fastest(layout, batched.filters)
+        position_T = _positions(position, layout.lead, layout.local_Tv.device)
+        return _Call(layout, batched, exchange_of(name, layout.axis), position_T)
 
+    call = checked(axis_of(logits, axis), logits.device, check_all, _Call.told)
+    layout, batched, chosen, position_T = call
+    rows = layout.local_Tv.shape[0]
     ranks, local_Tv, table_T6 = layout.axis.size, layout.local_Tv, batched.table
     chunk = -(-rows // ranks)
     rows_P = [max(0, min(chunk, rows - rank * chunk)) for rank in range(ranks)]
@@ -155,6 +138,25 @@ def sample_with_logprobs(
     )
     with torch.no_grad():
         return tokens, logprobs(logits, tokens, vocab_size=vocab_size, axis=axis)
+
+
+class _Call(NamedTuple):
+    """The arguments of a call, checked."""
+
+    layout: Layout
+    batched: BatchedParams
+    chosen: Exchange
+    position_T: Tensor
+
+    def told(self) -> dict[str, object]:
+        """What must be the same on every rank of the axis."""
+        return {
+            "logits": self.layout.told(),
+            "params": RowParams.unpack(self.batched.table),
+            "filters": self.batched.filters,
+            "position": self.position_T,
+            "exchange": self.chosen.name,
+        }
 
 
 def _fastest(layout: Layout, filters: Filters) -> str:

@@ -40,6 +40,15 @@ class Layout:
     row_numbers: Tensor
     """[T] int64: which rows of the whole batch these are; other mesh axes may hold others."""
 
+    def told(self) -> dict[str, object]:
+        """What is the same on every rank of the axis."""
+        return {
+            "rows": self.lead,
+            "width": self.width,
+            "vocab_size": self.vocab_size,
+            "dtype": self.local_Tv.dtype,
+        }
+
 
 def check_dtype(dtype: object) -> torch.dtype:
     """`dtype` if logits may have it."""
@@ -47,6 +56,12 @@ def check_dtype(dtype: object) -> torch.dtype:
         raise ValueError(f"dtype must be one of {DTYPES}, got {dtype}")
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def axis_of(logits: object, axis: str | None) -> Axis:
+    """The sampling axis of logits, if they are a DTensor: all that ranks need to speak."""
+    logits = _dtensor(logits)
+    return Axis.of(logits.device_mesh, axis_index(logits.device_mesh, axis))
 
 
 def layout_of(logits: object, *, axis: str | None, vocab_size: int | None) -> Layout:
@@ -58,11 +73,7 @@ def layout_of(logits: object, *, axis: str | None, vocab_size: int | None) -> La
         axis: name of the sampling axis; None on a mesh of one dimension.
         vocab_size: V without padding; None takes the whole last dim.
     """
-    if not isinstance(logits, DTensor):
-        raise ValueError(
-            f"logits must be a DTensor, got {type(logits).__name__}: a plain tensor could be a "
-            "vocabulary shard or a full replica; wrap it with vocab_sharded(...) or replicated(...)"
-        )
+    logits = _dtensor(logits)
     if logits.dtype not in DTYPES:
         raise ValueError(f"logits must have a dtype of {DTYPES}, got {logits.dtype}")
     if logits.ndim == 0:
@@ -114,6 +125,15 @@ def _row_numbers(logits: DTensor, lead: torch.Size) -> Tensor:
     index = np.indices(lead) + np.reshape(offset[:-1], (-1, *[1] * len(lead)))
     number = np.ravel_multi_index(tuple(index), tuple(logits.shape[:-1]), mode="wrap")
     return torch.from_numpy(number.flatten()).to(device)
+
+
+def _dtensor(logits: object) -> DTensor:
+    if not isinstance(logits, DTensor):
+        raise ValueError(
+            f"logits must be a DTensor, got {type(logits).__name__}: a plain tensor could be a "
+            "vocabulary shard or a full replica; wrap it with vocab_sharded(...) or replicated(...)"
+        )
+    return logits
 
 
 def axis_index(mesh: DeviceMesh, axis: str | None) -> int:

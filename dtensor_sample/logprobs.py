@@ -16,9 +16,9 @@ from torch.nn.functional import pad
 
 from dtensor_sample import ops
 from dtensor_sample.check import INT64_MAX
-from dtensor_sample.debug import agree, debug_by_default
+from dtensor_sample.debug import checked
 from dtensor_sample.exchange import Axis, Exchange, Logits, exchange_of
-from dtensor_sample.layout import axis_index, layout_of, replicated
+from dtensor_sample.layout import Layout, axis_index, axis_of, layout_of, replicated
 from dtensor_sample.ops.largest import TOP_P_ONE
 from dtensor_sample.ops.values import count_rows, values
 from dtensor_sample.params import Filters, RowParams
@@ -61,21 +61,18 @@ def logprobs(
         >>> bool((logprobs(logits, largest) <= 0).all())  # doctest: +SKIP
         True
     """
-    shards, lead = _row_shards(logits, axis), None
-    if shards is not None:  # each rank holds some rows, and all of these
-        lead = logits.shape[:-1]
-        logits = replicated(logits.to_local(), logits.device_mesh, axis=axis)
-    layout, error = layout_of(logits, axis=axis, vocab_size=vocab_size), None
-    lead = layout.lead if lead is None else lead
-    try:
-        ids_TN = _ids(ids, lead, layout.local_Tv.device)
-    except ValueError as refused:
-        error = refused
-    if debug_by_default():
-        shape = (lead, layout.width, layout.vocab_size, logits.dtype)
-        agree(layout.axis, layout.local_Tv.device, error, logits=shape, ids=error is None and ids)
-    elif error is not None:
-        raise error
+
+    def check_all() -> _Call:
+        shards, lead, placed = _row_shards(logits, axis), None, logits
+        if shards is not None:  # each rank holds some rows, and all of these
+            lead = logits.shape[:-1]
+            placed = replicated(logits.to_local(), logits.device_mesh, axis=axis)
+        layout = layout_of(placed, axis=axis, vocab_size=vocab_size)
+        lead = layout.lead if lead is None else lead
+        return _Call(layout, shards, lead, _ids(ids, lead, layout.local_Tv.device))
+
+    call = checked(axis_of(logits, axis), logits.device, check_all, _Call.told)
+    layout, shards, _, ids_TN = call
     # Where the vocabulary is not sharded there is nothing to exchange.
     where = exchange_of("replicate" if layout.width is None else "vocab", layout.axis)
     own_TN = ids_TN if shards is None else shards.own(ids_TN)
@@ -100,6 +97,20 @@ def _ids(ids: Tensor, lead: torch.Size, device: torch.device) -> Tensor:
     return ids.reshape(lead.numel(), ids.shape[len(lead) :].numel())
 
 
+class _Call(NamedTuple):
+    """The arguments of a call, checked."""
+
+    layout: Layout
+    shards: "_RowShards | None"
+    lead: torch.Size
+    """Of all ranks' rows."""
+    ids_TN: Tensor
+
+    def told(self) -> dict[str, object]:
+        """What must be the same on every rank of the axis."""
+        return {"logits": self.layout.told() | {"rows": self.lead}, "ids": self.ids_TN}
+
+
 class _RowShards(NamedTuple):
     """Logits of which each rank holds some rows, as `torch.chunk` cuts the first dim."""
 
@@ -119,9 +130,9 @@ class _RowShards(NamedTuple):
         return self.axis.all_gather(padded).flatten(0, 1)[: self.rows]
 
 
-def _row_shards(logits: object, axis: str) -> _RowShards | None:
+def _row_shards(logits: DTensor, axis: str) -> _RowShards | None:
     """How the axis shards the rows of logits; None if it does not."""
-    if not isinstance(logits, DTensor) or logits.ndim < 2:
+    if logits.ndim < 2:
         return None
     dim = axis_index(logits.device_mesh, axis)
     others = [p for i, p in enumerate(logits.placements) if i != dim]

@@ -15,6 +15,7 @@ from dtensor_sample import (
     Sampler,
     SamplingParams,
     SamplingState,
+    logprobs,
     replicated,
     sample,
 )
@@ -32,6 +33,7 @@ class Engine:
         self.odd = int(self.rank == 1)
         self.full = torch.eye(3, V, device=mesh.device_type)
         self.logits = shard_vocab(self.full, mesh)
+        self.ids = torch.zeros(3, dtype=torch.int64, device=mesh.device_type)
         self.many = replicated(torch.zeros(ROWS, V, device=mesh.device_type), mesh)
         options: dict[str, Any] = {
             "vocab_size": V,
@@ -47,6 +49,21 @@ class Engine:
     def step(self, **kwargs) -> None:
         plan = self.sharder.plan([0, 1, 2], exchange="vocab", **kwargs)
         Sampler(self.state)(shard_vocab(plan.select(self.full), self.mesh), plan)
+
+    def torn(self, dim: int) -> DTensor:
+        """Logits sharded over a dim, of which one rank holds more than its share."""
+        shard = shard_vocab(self.full, self.mesh, dim=dim)
+        local = shard.to_local()
+        if self.odd:
+            local = torch.cat([local, local], dim)
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            shard.placements,
+            run_check=False,
+            shape=shard.shape,
+            stride=shard.stride(),
+        )
 
     def params(self, odd_seed: int):
         seeds = [odd_seed if row == ROWS // 2 else row for row in range(ROWS)]
@@ -120,6 +137,29 @@ DIFFERING: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "logits dtype": (
         lambda e: sample((e.logits, e.logits.bfloat16())[e.odd], SamplingParams(), position=0),
+        "rank 0 has logits[dtype] = torch.float32, rank 1 has logits[dtype] = torch.bfloat16",
+    ),
+    "logits refused on one rank": (
+        lambda e: sample((e.logits, e.logits.double())[e.odd], SamplingParams(), position=0),
+        "",
+    ),
+    "logits of another shape": (
+        lambda e: sample((e.logits, e.logits[:2])[e.odd], SamplingParams(), position=0),
+        "rank 0 has logits[rows][0] = 3, rank 1 has logits[rows][0] = 2",
+    ),
+    "a wrong shard": (lambda e: sample(e.torn(1), SamplingParams(), position=0), ""),
+    "vocab_size refused on one rank": (
+        lambda e: sample(e.logits, SamplingParams(), position=0, vocab_size=V + e.odd),
+        "",
+    ),
+    "logprobs of logits refused on one rank": (
+        lambda e: logprobs((e.logits, e.logits.double())[e.odd], e.ids),
+        "",
+    ),
+    "logprobs of a wrong shard": (lambda e: logprobs(e.torn(1), e.ids), ""),
+    "logprobs of a wrong shard of rows": (lambda e: logprobs(e.torn(0), e.ids), ""),
+    "logprobs of another dtype": (
+        lambda e: logprobs((e.logits, e.logits.bfloat16())[e.odd], e.ids),
         "rank 0 has logits[dtype] = torch.float32, rank 1 has logits[dtype] = torch.bfloat16",
     ),
     "one seed of many": (
