@@ -14,7 +14,7 @@ from dtensor_sample.choose import fastest, machine_of
 from dtensor_sample.cost import Shape
 from dtensor_sample.debug import checked
 from dtensor_sample.exchange import Exchange, check_exchange, exchange_of
-from dtensor_sample.layout import Layout, axis_of, layout_of
+from dtensor_sample.layout import Layout, axis_of, layout_of, row_numbers
 from dtensor_sample.logprobs import logprobs
 from dtensor_sample.params import (
     BatchedParams,
@@ -75,7 +75,7 @@ def sample(
     def check_all() -> _Call:
         layout = layout_of(logits, axis=axis, vocab_size=vocab_size)
         name = check_exchange(exchange)
-        batched = _batched(params, layout, base_seed)
+        batched = _batched(params, logits, layout, base_seed)
         if name == "auto":
             name = _fastest(layout, batched.filters)
         position_T = _positions(position, layout.lead, layout.local_Tv.device)
@@ -176,6 +176,7 @@ def _fastest(layout: Layout, filters: Filters) -> str:
 
 def _batched(
     params: SamplingParams | Sequence[SamplingParams] | BatchedParams,
+    logits: DTensor,
     layout: Layout,
     base_seed: int,
 ) -> BatchedParams:
@@ -191,11 +192,11 @@ def _batched(
     else:
         base_seed = check.seed_bits("base_seed", base_seed)
         if isinstance(params, SamplingParams):
-            return batch_of([params], layout.row_numbers, base_seed)
+            return batch_of([params], row_numbers(logits, layout.lead), base_seed)
         listed = check_params(params)
         if len(listed) != rows:
             raise ValueError(f"params must be one for each of {rows} rows, got {len(listed)}")
-        batched = batch_of(listed, layout.row_numbers, base_seed)
+        batched = batch_of(listed, row_numbers(logits, layout.lead), base_seed)
     if (len(batched.table), batched.table.device) != (rows, device):
         raise ValueError(
             f"params must be one for each of {rows} rows on {device}, got {len(batched.table)} on "

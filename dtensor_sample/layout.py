@@ -9,7 +9,6 @@ knows only its own.
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,8 +36,6 @@ class Layout:
     """The sampling axis."""
     vocab_size: int
     """V: ids from here on do not exist."""
-    row_numbers: Tensor
-    """[T] int64: which rows of the whole batch these are; other mesh axes may hold others."""
 
     def told(self) -> dict[str, object]:
         """What is the same on every rank of the axis."""
@@ -109,22 +106,27 @@ def layout_of(logits: object, *, axis: str | None, vocab_size: int | None) -> La
             f"logits must hold {shape} on rank {place.rank} to be {list(logits.shape)} in all, got "
             f"{list(local.shape)}: give DTensor.from_local its shape, or use vocab_sharded"
         )
-    numbers = _row_numbers(logits, lead)
-    local_Tv = local.reshape(len(numbers), columns)
-    return Layout(local_Tv, width, lead, place, vocab_size, numbers)
+    local_Tv = local.reshape(math.prod(lead), columns)
+    return Layout(local_Tv, width, lead, place, vocab_size)
 
 
-def _row_numbers(logits: DTensor, lead: torch.Size) -> Tensor:
-    """[T] int64: the places of this rank's rows among those of all mesh axes."""
-    device = logits.to_local().device
+def row_numbers(logits: DTensor, lead: torch.Size) -> Tensor:
+    """[T] int64 on the device: the places of this rank's rows among those of all mesh axes.
+
+    Args:
+        logits: as `layout_of` takes them.
+        lead: the shape of this rank's rows.
+    """
     if lead == logits.shape[:-1]:
-        return torch.arange(math.prod(lead), device=device)
+        return torch.arange(math.prod(lead), device=logits.device)
     _, offset = compute_local_shape_and_global_offset(
         logits.shape, logits.device_mesh, logits.placements
     )
-    index = np.indices(lead) + np.reshape(offset[:-1], (-1, *[1] * len(lead)))
-    number = np.ravel_multi_index(tuple(index), tuple(logits.shape[:-1]), mode="wrap")
-    return torch.from_numpy(number.flatten()).to(device)
+    number = torch.zeros((), dtype=torch.int64, device=logits.device)
+    for rows, every, first in zip(lead, logits.shape, offset, strict=False):
+        here = torch.arange(first, first + rows, device=logits.device)
+        number = number[..., None] * every + here
+    return number.flatten()
 
 
 def _dtensor(logits: object) -> DTensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_sample import (
     BatchSharder,
@@ -18,6 +19,7 @@ from dtensor_sample import (
     sample,
     vocab_sharded,
 )
+from dtensor_sample.layout import layout_of, row_numbers
 from tests.batches import (
     DTYPES,
     EXCHANGES,
@@ -219,3 +221,50 @@ def test_mesh_of_two_axes(ranks):
     batches = [random_batch(21, 7, 13, seeded=True), random_batch(22, 6, 13, seeded=True)]
     wanted = [([tokens(batch)] * 3, expected_step(batch)) for batch in batches]
     assert ranks.run(on_two_axes, batches) == [wanted[dp] for dp in (0, 0, 1, 1)]
+
+
+class OpNames(TorchDispatchMode):
+    """Records the name of each op that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # comes back as ops on local tensors
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def taken_apart(mesh) -> tuple[list[str], list[str], list[list[int]]]:
+    """Ops that take logits apart, those that number their rows, and the numbers."""
+    square = init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
+    full, dp = torch.randn(5, 4, 6, device=mesh.device_type), square["dp"].get_local_rank()
+    cases = [shard_vocab(full, square["tp"])]
+    for dim in (0, 1):
+        local = cases[0].to_local().chunk(2, dim)[dp].contiguous()
+        placements = [Shard(dim), Shard(2)]
+        kwargs: dict = {"run_check": False, "shape": full.shape, "stride": full.stride()}
+        cases.append(DTensor.from_local(local, square, placements, **kwargs))
+    with OpNames() as apart:
+        layouts = [layout_of(logits, axis="tp", vocab_size=None) for logits in cases]
+    with OpNames() as numbering:
+        numbers = [
+            row_numbers(logits, layout.lead) for logits, layout in zip(cases, layouts, strict=True)
+        ]
+    return apart.names, numbering.names, [number.tolist() for number in numbers]
+
+
+@worlds("cpu:4")
+def test_taking_logits_apart_launches_nothing(ranks):
+    """Catches kernels and copies in each step for row numbers that only `sample` asks for.
+
+    A copy from the host that waits could not be captured, either.
+    """
+    number = torch.arange(20).view(5, 4)
+    for rank, (apart, numbering, numbers) in enumerate(ranks.run(taken_apart)):
+        assert set(apart) <= {"aten::view", "aten::_unsafe_view"}
+        assert not {"aten::copy_", "aten::_to_copy", "aten::lift_fresh"} & set(numbering)
+        chunks = [number, *(number.chunk(2, dim)[rank // 2] for dim in (0, 1))]
+        assert numbers == [chunk.flatten().tolist() for chunk in chunks]
