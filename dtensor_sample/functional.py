@@ -50,15 +50,16 @@ def sample(
         logits: DTensor [..., V] (float32, bfloat16, float16), on the axis Shard(-1) or Replicate();
             wrap plain tensors by `vocab_sharded` or `replicated`. Where another mesh axis shards
             rows, each of its ranks samples its own: [...] below is this rank's part.
-        params: for all rows, or one for each, in row order.
+        params: for all rows, or one for each, in row order. One with a seed gives it to all rows.
         position: of the token to draw in its own sequence, in [0, 2**63): for all rows or [...]
             int64.
         vocab_size: V without padding: ids from here on are never drawn. Default: the last dim.
         axis: name of the mesh dimension to sample over.
         exchange: "batch", "vocab", "replicate" or "auto"; the tokens are the same under each.
-        base_seed: in [0, 2**64): row i of all without a seed draws from stream (base_seed, i);
-            change it between calls, or the position. With BatchedParams it is given to `batch`
-            instead.
+        base_seed: in [0, 2**64): row i without a seed draws from stream (base_seed, i); change it
+            between calls, or the position. Rows are numbered over all mesh axes of the logits, so
+            data-parallel ranks whose logits lie on a mesh of their own draw the same numbers unless
+            each gives another base_seed. With BatchedParams it is given to `batch` instead.
 
     Returns:
         [...] int64 plain tensor, the same on every rank; -1 where a row has no token left (all NaN
@@ -187,6 +188,11 @@ def _batched(
             raise ValueError(
                 "base_seed must be given to SamplingParams.batch when params are BatchedParams, "
                 f"got {base_seed!r}"
+            )
+        if params.numbered_from_0 and layout.rows_elsewhere:
+            raise ValueError(
+                "params must be batched with first_row, the number of this rank's first row, as "
+                "another mesh axis shards rows and some have no seed, got first_row=None"
             )
         batched = params
     else:

@@ -36,6 +36,8 @@ class Layout:
     """The sampling axis."""
     vocab_size: int
     """V: ids from here on do not exist."""
+    rows_elsewhere: bool
+    """Whether another mesh axis shards rows: its other ranks sample others."""
 
     def told(self) -> dict[str, object]:
         """What is the same on every rank of the axis."""
@@ -100,14 +102,15 @@ def layout_of(logits: object, *, axis: str | None, vocab_size: int | None) -> La
     lead, columns = local.shape[:-1], local.shape[-1]
     own = padded if width is None else max(0, min(width, padded - place.rank * width))
     others = [p for dim, p in enumerate(logits.placements) if dim != mesh_dim]
-    shape = [*(logits.shape[:-1] if all(p.is_replicate() for p in others) else lead), own]
+    rows_elsewhere = not all(placement.is_replicate() for placement in others)
+    shape = [*(lead if rows_elsewhere else logits.shape[:-1]), own]
     if list(local.shape) != shape:
         raise ValueError(
             f"logits must hold {shape} on rank {place.rank} to be {list(logits.shape)} in all, got "
             f"{list(local.shape)}: give DTensor.from_local its shape, or use vocab_sharded"
         )
     local_Tv = local.reshape(math.prod(lead), columns)
-    return Layout(local_Tv, width, lead, place, vocab_size)
+    return Layout(local_Tv, width, lead, place, vocab_size, rows_elsewhere)
 
 
 def row_numbers(logits: DTensor, lead: torch.Size) -> Tensor:
@@ -149,7 +152,14 @@ def axis_index(mesh: DeviceMesh, axis: str | None) -> int:
     return names.index(axis)
 
 
-def vocab_sharded(local: Tensor, mesh: DeviceMesh, *, vocab_size: int, axis: str = "tp") -> DTensor:
+def vocab_sharded(
+    local: Tensor,
+    mesh: DeviceMesh,
+    *,
+    vocab_size: int,
+    axis: str = "tp",
+    row_axis: str | None = None,
+) -> DTensor:
     """Wrap this rank's plain vocabulary shard as a DTensor, without communication.
 
     Args:
@@ -160,10 +170,13 @@ def vocab_sharded(local: Tensor, mesh: DeviceMesh, *, vocab_size: int, axis: str
         mesh: holds `axis`.
         vocab_size: V, without padding. Pass it to `sample` too if the vocabulary was padded.
         axis: name of the mesh dimension that shards the vocabulary.
+        row_axis: name of the mesh dimension over which ranks hold other rows (data parallelism), as
+            many on each, so that rows without a seed have numbers, and random streams, of their
+            own. None: every rank has these.
 
     Returns:
-        DTensor [..., V] (or [..., P * v]) of the dtype of `local`, Shard(-1) on `axis`, Replicate()
-        elsewhere.
+        DTensor [..., V] (or [..., P * v]) of the dtype of `local`, Shard(-1) on `axis`, Shard(0) on
+        `row_axis` and of so many times the rows, Replicate() elsewhere.
 
     Raises:
         ValueError: no plain tensor, a vocab_size out of its range, an axis that the mesh lacks; or
@@ -185,10 +198,12 @@ def vocab_sharded(local: Tensor, mesh: DeviceMesh, *, vocab_size: int, axis: str
         total = width * ranks
     elif width > own:
         local = local[..., :own]
-    return _wrap(local, mesh, dim, Shard(local.ndim - 1), total)
+    return _wrap(local, mesh, dim, Shard(local.ndim - 1), total, row_axis)
 
 
-def replicated(logits: Tensor, mesh: DeviceMesh, *, axis: str = "tp") -> DTensor:
+def replicated(
+    logits: Tensor, mesh: DeviceMesh, *, axis: str = "tp", row_axis: str | None = None
+) -> DTensor:
     """Wrap a full plain replica as a DTensor, without communication.
 
     Args:
@@ -197,16 +212,18 @@ def replicated(logits: Tensor, mesh: DeviceMesh, *, axis: str = "tp") -> DTensor
             differ in their last bits are harmless: for each row one rank decides.
         mesh: holds `axis`.
         axis: name of the mesh dimension over which rows are to be sampled.
+        row_axis: as of `vocab_sharded`.
 
     Returns:
-        DTensor [..., V] of the dtype of `logits`, Replicate() on every mesh dimension.
+        DTensor [..., V] of the dtype of `logits`, Shard(0) on `row_axis` and of so many times the
+        rows, Replicate() elsewhere.
 
     Raises:
         ValueError: no plain tensor, or an axis that the mesh lacks. A width or shape of its own on
             one rank is noticed in debug mode only.
     """
     local = _plain("logits", logits)
-    return _wrap(local, mesh, axis_index(mesh, axis), Replicate(), local.shape[-1])
+    return _wrap(local, mesh, axis_index(mesh, axis), Replicate(), local.shape[-1], row_axis)
 
 
 def _plain(name: str, tensor: object) -> Tensor:
@@ -217,10 +234,28 @@ def _plain(name: str, tensor: object) -> Tensor:
     return tensor
 
 
-def _wrap(local: Tensor, mesh: DeviceMesh, dim: int, placement: Placement, total: int) -> DTensor:
+def _wrap(
+    local: Tensor,
+    mesh: DeviceMesh,
+    dim: int,
+    placement: Placement,
+    total: int,
+    row_axis: str | None,
+) -> DTensor:
     placements: list[Placement] = [Replicate()] * mesh.ndim
     placements[dim] = placement
-    shape = torch.Size((*local.shape[:-1], total))
+    lead = list(local.shape[:-1])
+    if row_axis is not None:
+        names = mesh.mesh_dim_names or ()
+        if row_axis not in names or names.index(row_axis) == dim or not lead:
+            raise ValueError(
+                "row_axis must name a mesh dimension other than axis, that shards the rows of "
+                f"[rows, ..., columns], got {row_axis!r} of {names} for {list(local.shape)}"
+            )
+        row_dim = names.index(row_axis)
+        placements[row_dim] = Shard(0)
+        lead[0] *= mesh.size(row_dim)
+    shape = torch.Size((*lead, total))
     # Shape and stride are given, since guessing them goes wrong on uneven shards.
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -132,7 +132,11 @@ class SamplingParams(Processing):
 
     @staticmethod
     def batch(
-        params: Sequence["SamplingParams"], device: torch.device | str, *, base_seed: int = 0
+        params: Sequence["SamplingParams"],
+        device: torch.device | str,
+        *,
+        base_seed: int = 0,
+        first_row: int | None = None,
     ) -> "BatchedParams":
         """The parameters of many rows as device tensors, for `sample` in a loop or a graph.
 
@@ -140,10 +144,16 @@ class SamplingParams(Processing):
             params: one per row, in batch order.
             device: where the logits are.
             base_seed: in [0, 2**64); row i without a seed draws from the stream of (base_seed, i).
+            first_row: in [0, 2**62): i of the first row, the others follow. Under data parallelism
+                give each rank its own, such as `dp_rank * len(params)`: rows of the same number
+                draw the same random numbers. None: 0, for rows that are all there are.
         """
         listed = check_params(params)
-        rows_B = torch.arange(len(listed), device=device)
-        return batch_of(listed, rows_B, check.seed_bits("base_seed", base_seed))
+        first = check.integer("first_row", 0 if first_row is None else first_row, 0, (1 << 62) - 1)
+        rows_B = torch.arange(first, first + len(listed), device=device)
+        batched = batch_of(listed, rows_B, check.seed_bits("base_seed", base_seed))
+        unseeded = any(p.seed is None for p in listed)
+        return replace(batched, numbered_from_0=unseeded and first_row is None)
 
 
 def check_params(params: object) -> list[SamplingParams]:
@@ -241,6 +251,8 @@ class BatchedParams:
     """[B, 6] int64, one packed row a request (see `RowParams`)."""
     filters: Filters
     """Which filters any of the requests uses."""
+    numbered_from_0: bool = False
+    """Whether some have no seed, and rows were numbered as if no other rank had others."""
 
 
 def refuse_edits(params: Sequence[SamplingParams]) -> None:

@@ -268,3 +268,65 @@ def test_taking_logits_apart_launches_nothing(ranks):
         assert not {"aten::copy_", "aten::_to_copy", "aten::lift_fresh"} & set(numbering)
         chunks = [number, *(number.chunk(2, dim)[rank // 2] for dim in (0, 1))]
         assert numbers == [chunk.flatten().tolist() for chunk in chunks]
+
+
+ROWS_EACH, WIDTH = 3, 50
+
+
+def unseeded_rows(mesh) -> tuple[list[list[int]], list[str]]:
+    """Tokens of unseeded rows of two data-parallel ranks, in each form; and what is refused."""
+    torch._dynamo.reset()
+    square = init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, device = square["dp"].get_local_rank(), mesh.device_type
+    full = torch.zeros(ROWS_EACH, WIDTH, device=device)
+    local = shard_vocab(full, square["tp"]).to_local()
+    one, many = SamplingParams(), [SamplingParams()] * ROWS_EACH
+    first_row = dp * ROWS_EACH
+    placed = SamplingParams.batch(many, device, first_row=first_row)
+    position = torch.tensor(5, device=device)
+
+    def step(local: torch.Tensor, params) -> torch.Tensor:
+        logits = vocab_sharded(local, square, vocab_size=WIDTH, row_axis="dp")
+        return sample(logits, params, position=position)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    drawn = [run(local, params) for run in (step, compiled) for params in (one, many, placed)]
+    alone = vocab_sharded(local, square["tp"], vocab_size=WIDTH)
+    drawn.append(sample(alone, placed, position=position))
+    drawn.append(sample(replicated(full, square, row_axis="dp"), one, position=position))
+
+    refused = []
+    for call in (
+        lambda: step(local, SamplingParams.batch(many, device)),
+        lambda: SamplingParams.batch(many, device, first_row=-1),
+        lambda: vocab_sharded(local, square, vocab_size=WIDTH, row_axis="tp"),
+        lambda: vocab_sharded(local, square, vocab_size=WIDTH, row_axis="pp"),
+        lambda: replicated(full[0], square, row_axis="dp"),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            refused.append(str(error))
+    seeded = [SamplingParams(seed=i) for i in range(ROWS_EACH)]
+    assert (
+        step(local, SamplingParams.batch(seeded, device)).tolist() == step(local, seeded).tolist()
+    )
+    return [tokens.tolist() for tokens in drawn], refused
+
+
+@worlds("cpu:4")
+def test_unseeded_rows_of_data_parallel_ranks(ranks):
+    """Catches ranks that number their rows from 0 each: all would draw the same samples."""
+    together = [SamplingParams()] * 2 * ROWS_EACH
+    whole = ranks.run(drawn_together, together)[0]
+    for rank, (drawn, refused) in enumerate(ranks.run(unseeded_rows)):
+        wanted = whole[:ROWS_EACH] if rank < 2 else whole[ROWS_EACH:]
+        assert drawn == [wanted] * 8
+        names = ["params", "first_row", "row_axis", "row_axis", "row_axis"]
+        assert [message.split()[0] for message in refused] == names
+    assert whole[:ROWS_EACH] != whole[ROWS_EACH:]
+
+
+def drawn_together(mesh, params: list[SamplingParams]) -> list[int]:
+    logits = replicated(torch.zeros(len(params), WIDTH, device=mesh.device_type), mesh)
+    return sample(logits, params, position=5).tolist()
