@@ -53,7 +53,8 @@ def sample(
         params: for all rows, or one for each, in row order. One with a seed gives it to all rows.
         position: of the token to draw in its own sequence, in [0, 2**63): for all rows or [...]
             int64.
-        vocab_size: V without padding: ids from here on are never drawn. Default: the last dim.
+        vocab_size: V without padding: ids from here on are never drawn. Default: the last dim, of
+            which `vocab_sharded` has made padding that it was told of -inf.
         axis: name of the mesh dimension to sample over.
         exchange: "batch", "vocab", "replicate" or "auto"; the tokens are the same under each.
         base_seed: in [0, 2**64): row i without a seed draws from stream (base_seed, i); change it

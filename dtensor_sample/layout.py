@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.functional import pad
 
 from dtensor_sample import check
 from dtensor_sample.exchange import Axis
@@ -168,7 +169,9 @@ def vocab_sharded(
             every rank but shorter last ones, which may also come padded to it. v larger than that
             on all ranks means that the whole vocabulary was padded to P * v.
         mesh: holds `axis`.
-        vocab_size: V, without padding. Pass it to `sample` too if the vocabulary was padded.
+        vocab_size: V, without padding: ids from here on get -inf, so that they are never drawn. A
+            rank with padding of a vocabulary that was padded to P * v copies its shard for that;
+            to spare it, let `vocab_size` be P * v here, and V where logits are sampled.
         axis: name of the mesh dimension that shards the vocabulary.
         row_axis: name of the mesh dimension over which ranks hold other rows (data parallelism), as
             many on each, so that rows without a seed have numbers, and random streams, of their
@@ -195,7 +198,9 @@ def vocab_sharded(
         )
     total = vocab_size
     if width > chunk:
-        total = width * ranks
+        total, own = width * ranks, max(0, min(width, vocab_size - rank * width))
+        if own < width and local.dtype in DTYPES:
+            local = pad(local[..., :own], (0, width - own), value=-math.inf)
     elif width > own:
         local = local[..., :own]
     return _wrap(local, mesh, dim, Shard(local.ndim - 1), total, row_axis)

@@ -15,6 +15,7 @@ from dtensor_sample import (
     Sampler,
     SamplingParams,
     SamplingState,
+    logprobs,
     replicated,
     sample,
     vocab_sharded,
@@ -330,3 +331,43 @@ def test_unseeded_rows_of_data_parallel_ranks(ranks):
 def drawn_together(mesh, params: list[SamplingParams]) -> list[int]:
     logits = replicated(torch.zeros(len(params), WIDTH, device=mesh.device_type), mesh)
     return sample(logits, params, position=5).tolist()
+
+
+def padded_shards(mesh, width: int, vocab_size: int) -> list:
+    """Tokens, log-probabilities and gradients from shards of a vocabulary padded to P * width."""
+    torch._dynamo.reset()
+    device, rank = mesh.device_type, mesh.get_local_rank()
+    wide = torch.full((9, width * mesh.size()), 1e4)
+    wide[:, :vocab_size] = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(2))
+    own = slice(rank * width, (rank + 1) * width)
+    local = wide[:, own].to(device, copy=True).requires_grad_()
+    params = SamplingParams(top_p=0.99)
+
+    def step(local: torch.Tensor, exchange: str) -> torch.Tensor:
+        logits = vocab_sharded(local, mesh, vocab_size=vocab_size)
+        return sample(logits, params, position=1, exchange=exchange)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    logits = shard_vocab(wide[:, :vocab_size], mesh)
+    drawn = sample(logits, params, position=1)
+    found: list = [(drawn.tolist(), logprobs(logits, drawn).tolist(), [])]
+    for run, exchange in [(compiled, "batch"), *((step, exchange) for exchange in EXCHANGES)]:
+        drawn = run(local, exchange)
+        told = logprobs(vocab_sharded(local, mesh, vocab_size=vocab_size), drawn)
+        (grad,) = torch.autograd.grad(told.sum(), local)
+        found.append((drawn.tolist(), told.tolist(), grad.cpu()[wide[:, own] == 1e4].tolist()))
+    assert torch.equal(local.detach().cpu(), wide[:, own])  # the caller's shard is as it was
+    return found
+
+
+@worlds("cpu:4", "cuda:2")
+@pytest.mark.parametrize("width", [26, 32, 120])
+def test_padding_that_vocab_sharded_was_told_of(ranks, width):
+    """Catches padded ids that are drawn, as `sample` sees no more than the padded vocabulary."""
+    vocab_size = 100 if ranks.size == 4 else width * 2 - 3
+    for rank, (wanted, *found) in enumerate(ranks.run(padded_shards, width, vocab_size)):
+        padding = max(0, min(width, (rank + 1) * width - vocab_size))
+        assert wanted[0] != [-1] * 9
+        for drawn, told, gradient in found:
+            assert (drawn, told) == wanted[:2]
+            assert gradient == [0.0] * padding * 9
