@@ -31,6 +31,13 @@ def integer(name: str, value: object, low: int | None = None, high: int | None =
     return number
 
 
+def symbol(name: str, value: object, low: int, high: int) -> int:
+    """The same, but to a compiler an int64 stays a symbol, and is no constant of its graph."""
+    if type(value) is int and _within(value, value, low, min(high, INT64_MAX)):
+        return value
+    return integer(name, value, low, high)
+
+
 def _within(least: int, most: int, low: int | None, high: int | None) -> bool:
     return (low is None or least >= low) and (high is None or most <= high)
 

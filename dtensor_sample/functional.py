@@ -51,6 +51,8 @@ def sample(
             wrap plain tensors by `vocab_sharded` or `replicated`. Where another mesh axis shards
             rows, each of its ranks samples its own: [...] below is this rank's part.
         params: for all rows, or one for each, in row order. One with a seed gives it to all rows.
+            Within torch.compile SamplingParams are constants of the graph, made outside of it and
+            compiled anew if they change; what `SamplingParams.batch` makes is an input of it.
         position: of the token to draw in its own sequence, in [0, 2**63): for all rows or [...]
             int64.
         vocab_size: V without padding: ids from here on are never drawn. Default: the last dim, of
@@ -197,7 +199,7 @@ def _batched(
             )
         batched = params
     else:
-        base_seed = check.seed_bits("base_seed", base_seed)
+        base_seed = check.symbol("base_seed", base_seed, 0, (1 << 64) - 1)
         if isinstance(params, SamplingParams):
             return batch_of([params], row_numbers(logits, layout.lead), base_seed)
         listed = check_params(params)
@@ -225,8 +227,8 @@ def _positions(
         if on_host and position.numel() and (low := int(position.min())) < 0:
             raise ValueError(f"position must be >= 0, got {low}")
     elif isinstance(position, int):
-        low = check.integer("position", position, 0, check.INT64_MAX)
-        position = torch.full((), low)
+        number = check.symbol("position", position, 0, check.INT64_MAX)
+        position = torch.full((), number, dtype=torch.int64)
     else:
         try:
             numbers = np.asarray(position)

@@ -287,7 +287,9 @@ def batch_of(params: Sequence[SamplingParams], rows_T: Tensor, base_seed: int) -
     if any(p.seed is None for p in params):
         seeded = torch.tensor([p.seed is not None for p in params], device=rows_T.device)
         column = RowParams._fields.index("seed")
-        streams_T = derive_seed(base_seed, rows_T, child=1)
+        # A tensor, since generated code has no bits of a base seed that is a symbol.
+        base = torch.full_like(rows_T, _signed(base_seed))
+        streams_T = derive_seed(base, rows_T, child=1)
         table_T6[:, column] = torch.where(seeded, table_T6[:, column], streams_T)
     return BatchedParams(table_T6, filters_of(params))
 
@@ -306,7 +308,12 @@ def _refuse_told(params: Sequence[SamplingParams]) -> None:
 def pack(params: SamplingParams, seed: int) -> tuple[int, ...]:
     """One row of the table: int64 values, float32 ones by their bits, neutral where greedy."""
     scale, min_p, top_k, top_p, greedy = params._packed
-    return scale, min_p, top_k, top_p, seed - (1 << 64) if seed >= 1 << 63 else seed, greedy
+    return scale, min_p, top_k, top_p, _signed(seed), greedy
+
+
+def _signed(seed: int) -> int:
+    """The 64 bits of a seed as those of an int64."""
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
 
 
 def _pack(params: SamplingParams) -> tuple[int, int, int, int, int]:

@@ -43,7 +43,7 @@ def scaled(uniform_62: Tensor, total: Tensor) -> Tensor:
     return u_high * t_high + (cross >> bits)
 
 
-def derive_seed(seed: int, index: Int, *, child: int) -> Int:
+def derive_seed(seed: int | Int, index: Int, *, child: int) -> Int:
     """The 64-bit seed of stream `index` under `seed`; `child` 0: spawned samples, 1: unseeded."""
     low_high = seed & WORD, seed >> 32 & WORD
     zero = index & 0  # an int or a tensor, as the index is

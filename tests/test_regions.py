@@ -8,12 +8,14 @@ import gpt_fast_step
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from dtensor_sample import SamplingParams, sample, vocab_sharded
+from dtensor_sample.params import BatchedParams
 from tests.batches import shard_vocab
 from tests.pool import Ranks, worlds
 
@@ -114,6 +116,44 @@ def test_in_a_compiled_region(
     for first, second, *eager in ranks.run(sample_in_compiled_head, params, batched):
         assert [first, second] == eager
         assert first != second
+
+
+def sample_at_integers(mesh: DeviceMesh) -> list[int]:
+    """Compiles graphs for calls whose position, base seed or packed parameters are others each."""
+    logits = shard_vocab(logits_of().to(mesh.device_type), mesh)
+    unseeded = SamplingParams(top_k=40)
+
+    def step(position: int, base_seed: int) -> Tensor:
+        return sample(logits, unseeded, position=position, base_seed=base_seed)
+
+    def packed_step(packed: BatchedParams) -> Tensor:
+        return sample(logits, packed, position=3)
+
+    positions = [(number, 7) for number in (*range(11), (1 << 63) - 1)]
+    seeds = [(5, number) for number in (*range(11), (1 << 63) - 1)]
+    many = [[SamplingParams(temperature=1 + i / 9, top_k=40, seed=i)] * ROWS for i in range(12)]
+    packed = [(SamplingParams.batch(params, mesh.device_type),) for params in many]
+    graphs = []
+    for run, calls in ((step, positions), (step, seeds), (packed_step, packed)):
+        torch._dynamo.reset()
+        compiled = torch.compile(run, fullgraph=True, backend="eager")
+        before = counters["stats"]["unique_graphs"]
+        drawn = [compiled(*call).tolist() for call in calls]
+        assert drawn == [run(*call).tolist() for call in calls]
+        assert len(set(map(tuple, drawn))) > 9
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+    return graphs
+
+
+@worlds("cpu:2", "cuda:2")
+def test_integers_are_no_constants(ranks: Ranks) -> None:
+    """Catches a graph for each position of a loop: the compiler gives up at the ninth.
+
+    The first integer is taken to be a constant, 0 and 1 always are, and the others share a graph.
+    """
+    for graphs in ranks.run(sample_at_integers):
+        assert all(count <= 3 for count in graphs[:2])
+        assert graphs[2] == 1
 
 
 def sample_in_local_map(mesh: DeviceMesh) -> tuple[list[int], list[int]]:
