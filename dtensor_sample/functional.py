@@ -119,7 +119,8 @@ def sample_with_logprobs(
     """Draw tokens as `sample` does, with `logprobs` of each: what a policy gradient needs.
 
     The log-probabilities are those of the logits as they are, at temperature 1 and without filters,
-    and have the bits that `logprobs(logits, tokens)` has in a trainer.
+    whatever tokens are drawn at, and have the bits that `logprobs(logits, tokens)` has in a
+    trainer. For another temperature call `sample`, and then `logprobs` with that.
 
     Takes what `sample` takes.
 

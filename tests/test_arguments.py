@@ -15,6 +15,7 @@ from dtensor_sample import (
     SamplingParams,
     SamplingState,
     TokenBitmask,
+    logprobs,
     replicated,
     sample,
     vocab_sharded,
@@ -31,6 +32,7 @@ class Bench:
         self.mesh = mesh
         self.no_mesh, self.no_tensor = None, [1.0]
         self.full = torch.eye(3, 10, device=mesh.device_type)
+        self.ids = torch.zeros(3, dtype=torch.int64, device=mesh.device_type)
         self.logits = shard_vocab(self.full, mesh)
         self.params = SamplingParams(temperature=0)
         self.state = SamplingState(mesh, vocab_size=10, max_num_reqs=8, seed=0)
@@ -105,6 +107,10 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "sample tells nothing": (
         lambda b: b.sample(params=P(logprobs=0)),
         ("params[0]", "got logprobs=0", "without a state"),
+    ),
+    "logprobs at temperature 0": (
+        lambda b: logprobs(b.logits, b.ids, temperature=0),
+        ("temperature", "0", ">= 1e-05"),
     ),
     "batch tells nothing": (
         lambda b: P.batch([P(entropy=True)], "cpu"),

@@ -162,6 +162,10 @@ DIFFERING: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda e: logprobs((e.logits, e.logits.bfloat16())[e.odd], e.ids),
         "rank 0 has logits[dtype] = torch.float32, rank 1 has logits[dtype] = torch.bfloat16",
     ),
+    "logprobs at another temperature": (
+        lambda e: logprobs(e.logits, e.ids, temperature=1 + e.odd),
+        "rank 0 has temperature = 1.0, rank 1 has temperature = 2.0",
+    ),
     "one seed of many": (
         lambda e: sample(e.many, e.params(e.odd), position=0),
         "rank 0 has params[seed][values][150] = 0, rank 1 has params[seed][values][150] = 1",

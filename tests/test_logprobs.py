@@ -84,6 +84,46 @@ def test_against_float64(ranks, dtype, vocab_size):
             assert results[0][i, j].item() == pytest.approx(value, rel=1e-6, abs=1e-6)
 
 
+def at_temperature(mesh, placement: str, temperature: float) -> tuple[torch.Tensor, ...]:
+    """Log-probabilities, their gradient, and what a sampler tells of a request of no filters."""
+    x = rows()[[0, 1, 2, 3, 6]].to(mesh.device_type)
+    logits = placed(x, mesh, placement)
+    logits.requires_grad_()
+    chosen = ids()[[0, 1, 2, 3, 6]].to(mesh.device_type)
+    found = logprobs(logits, chosen, temperature=temperature)
+    weight = torch.arange(1.0, 16, device=mesh.device_type).view(5, 3)
+    (found.clamp(min=-1e4) * weight).sum().backward()
+    assert isinstance(logits.grad, DTensor)
+    state = SamplingState(
+        mesh, vocab_size=V, max_num_reqs=5, seed=0, logprobs_mode="processed_logprobs"
+    )
+    for slot in range(5):
+        state.add(slot, SamplingParams(temperature=temperature, logprobs=0))
+    plan = BatchSharder(state).plan(range(5))
+    output = Sampler(state)(shard_vocab(plan.select(x), mesh), plan)
+    assert output.logprobs is not None
+    again = logprobs(placed(x, mesh, placement), output.token_ids, temperature=temperature)
+    assert torch.equal(again, output.logprobs.token_logprobs)
+    return found.detach(), logits.grad.full_tensor()
+
+
+@worlds("cpu:4", "cuda:2")
+@pytest.mark.parametrize("temperature", [0.3, 1.7])
+def test_at_a_temperature(ranks, temperature):
+    """Catches a temperature that reaches the values and not their gradient, or rounds."""
+    x = rows()[[0, 1, 2, 3, 6]].double().requires_grad_()
+    chosen = ids()[[0, 1, 2, 3, 6]]
+    own = (x / temperature).log_softmax(-1).gather(1, chosen.clamp(min=0))
+    wanted = own.masked_fill(chosen < 0, -math.inf)
+    weight = torch.arange(1.0, 16).view(5, 3)
+    (own.clamp(min=-1e4) * weight * (chosen >= 0)).sum().backward()
+    results = [r for p in PLACEMENTS for r in ranks.run(at_temperature, p, temperature)]
+    for values, gradient in results:
+        assert torch.equal(values, results[0][0])
+        torch.testing.assert_close(values.double(), wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(gradient.double(), x.grad, rtol=1e-2, atol=1e-5)
+
+
 def few(mesh, size: int) -> torch.Tensor:
     x = torch.randn(2, size, generator=torch.Generator().manual_seed(size))
     logits = shard_vocab(x.to(mesh.device_type), mesh)
