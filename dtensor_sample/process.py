@@ -331,6 +331,11 @@ class RowContext(NamedTuple):
     first_id: int
     """The id of the first column; 0 unless the vocabulary is sharded."""
 
+    def copied(self) -> RowContext:
+        """The same in tensors of its own, which may be written to."""
+        slots, positions, drafts, first_id = self
+        return RowContext(slots.clone(), positions.clone(), drafts.clone(), first_id)
+
 
 class Processor(Protocol):
     """Changes values in a way of its own, after all built-in processors.
@@ -411,27 +416,39 @@ def process(
     of_row = (plan.row_slots, position_R, drafts_RK)
     slots, positions, drafts = of_row if index_G is None else (x[index_G] for x in of_row)
     told = RowContext(slots, positions, drafts, ids.start)
-    return _customized(rows, state.processors, told, state.vocab_size)
+    every_RW = ops.copy(*rows, state.vocab_size).flatten(1)  # with columns of padding at the end
+    width = max(0, min(every_RW.shape[1], state.vocab_size - ids.start))
+    found_RW, error = every_RW[:, :width], None
+    try:
+        found_RW = _customized(found_RW, state.processors, told)
+    except Exception as raised:  # of whatever kind: it is the caller's code
+        if not state.debug:
+            raise
+        error = ValueError(f"a processor raised {type(raised).__name__}: {raised}")
+        error.__cause__ = raised
+    state.agree(error)
+    every_RW[:, :width] = found_RW
+    return _replaced(rows, every_RW)
 
 
-def _customized(
-    logits: Logits, processors: Sequence[Processor], told: RowContext, vocab_size: int
-) -> Logits:
-    """Rows whose values custom processors have changed: float32 copies."""
-    every_RW = ops.copy(*logits, vocab_size).flatten(1)  # with columns of padding at the end
-    width = max(0, min(every_RW.shape[1], vocab_size - told.first_id))
-    value_RW = every_RW[:, :width]
+def _customized(value_RW: Tensor, processors: Sequence[Processor], told: RowContext) -> Tensor:
+    """Values that custom processors have changed."""
     banned_RW = value_RW == -torch.inf
     for processor in processors:
-        found_RW = processor(value_RW.clone(), told)
+        own = told.copied()
+        found_RW = processor(value_RW.clone(), own)
         got = getattr(found_RW, "shape", None), getattr(found_RW, "dtype", None)
-        if got != (value_RW.shape, torch.float32):
+        if got != (value_RW.shape, torch.float32) or isinstance(found_RW, DTensor):
             raise ValueError(
-                f"processor {processor!r} must return float32 of shape {list(value_RW.shape)}, got "
-                f"{got[1]} of shape {got[0]}"
+                f"processor {processor!r} must return plain float32 of shape "
+                f"{list(value_RW.shape)}, got {type(found_RW).__name__} {got[1]} of shape {got[0]}"
             )
         value_RW = found_RW.nan_to_num(-torch.inf, torch.inf, -torch.inf)
-    every_RW[:, :width] = value_RW.masked_fill(banned_RW, -torch.inf)
+    return value_RW.masked_fill(banned_RW, -torch.inf)
+
+
+def _replaced(logits: Logits, every_RW: Tensor) -> Logits:
+    """The same rows with other values, float32 copies."""
     # NaN logits stay what they are, to be counted.
     nan_RSv = logits.x_NSv if logits.rows_R is None else logits.x_NSv[logits.rows_R.clamp(min=0)]
     every_RW.masked_fill_(nan_RSv.isnan().flatten(1), torch.nan)

@@ -33,7 +33,7 @@ HostPart: TypeAlias = "Callable[[ShardPlan], None]"
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 MOST = (1 << 31) - 1
 """Of slots and of draft tokens: what fits in memory is less."""
-MOST_POSITION = 1 << 62
+MOST_POSITION = (1 << 62) - 1
 """Of a request as it begins: so far from the end of int64 that it is never reached."""
 EVERY_FILTER = Filters(top_k=True, top_p=True, drawn=True)
 
@@ -189,7 +189,7 @@ class SamplingState:
             params: what it asks for.
             prompt_token_ids: its prompt, ids in [0, vocab_size).
             output_token_ids: what it has emitted already, if it is resumed.
-            position: of its next token in its own sequence; by default after those.
+            position: of its next token in its own sequence, in [0, 2**62); by default after those.
 
         Raises:
             ValueError: bad arguments or a slot in use. Nothing changes.

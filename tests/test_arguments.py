@@ -228,7 +228,7 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "add: params": (lambda b: b.state.add(3, {"top_k": 1}), ("params", "dict", "SamplingParams")),
     "add: position": (
         lambda b: b.state.add(3, b.params, position=-1),
-        ("position", "-1", "[0, 2**63)"),
+        ("position", "-1", "[0, 2**62)"),
     ),
     "add: position of 65 bits": (
         lambda b: b.state.add(3, b.params, position=2**64),

@@ -727,7 +727,7 @@ def wrong_without_columns(mesh) -> str:
     state = SamplingState(mesh, vocab_size=3, exchange="vocab", seed=0, processors=[Doubles()])
     state.add(0, SamplingParams())
     plan = BatchSharder(state).plan([0])
-    with pytest.raises(ValueError, match="must return float32") as refused:
+    with pytest.raises(ValueError, match="must return plain float32") as refused:
         Sampler(state)(shard_vocab(torch.zeros(1, 3), mesh), plan)
     return str(refused.value)
 
@@ -736,6 +736,67 @@ def wrong_without_columns(mesh) -> str:
 def test_ranks_without_columns_ask_processors_too(ranks):
     """Catches a rank that waits for the others, which have refused."""
     assert len(ranks.run(wrong_without_columns)) == 4
+
+
+class Moody:
+    """Writes to all that it is given, and raises once for a slot, on the ranks that sample it."""
+
+    per_token = True
+
+    def __init__(self, slot: int, error: Exception) -> None:
+        self.slot, self.error, self.raised = slot, error, False
+
+    def __call__(self, values: torch.Tensor, rows: RowContext) -> torch.Tensor:
+        if (rows.slots == self.slot).any() and not self.raised:
+            self.raised = True
+            raise self.error
+        for x in rows[:-1]:
+            assert isinstance(x, torch.Tensor)
+            x.zero_()
+        return values
+
+
+def steps_of_moods(mesh, exchange: str, error: Exception) -> tuple[str, list[list[int]]]:
+    """What each rank says of a processor that raises, and tokens of later steps, moody and not."""
+    moody, found = Moody(1, error), []
+    states = [
+        SamplingState(
+            mesh,
+            vocab_size=9,
+            max_num_reqs=4,
+            exchange=exchange,
+            processors=own,
+            seed=0,
+            debug=True,
+        )
+        for own in ([moody], [])
+    ]
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)).to(mesh.device_type)
+    for state in states:
+        for slot in range(4):
+            state.add(slot, SamplingParams(seed=slot))
+
+    def step(state: SamplingState) -> list[int]:
+        plan = BatchSharder(state).plan(range(4))
+        tokens = Sampler(state)(shard_vocab(plan.select(logits), mesh), plan).token_ids
+        return tokens[:, 0].tolist()
+
+    with pytest.raises(ValueError, match=r"rank 1|not in the mood") as refused:
+        step(states[0])
+    for _ in range(2):
+        found += [step(state) for state in states]
+    return str(refused.value), found
+
+
+@worlds("cpu:2", "cpu:4")
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("kind", [ValueError, KeyError])
+def test_ranks_hear_of_a_processor_that_raised(ranks, exchange, kind):
+    """Catches ranks that wait for the one whose processor raised, and plans that it wrote to."""
+    results = ranks.run(steps_of_moods, exchange, kind("not in the mood"))
+    assert f"a processor raised {kind.__name__}" in results[1][0]
+    for _, (first, plain, second, again) in results:
+        assert (first, second) == (plain, again)
 
 
 def refused_under_vocab(mesh) -> list[str]:
@@ -775,6 +836,6 @@ def test_custom_processors_that_are_refused(ranks):
     for said in ranks.run(refused_under_vocab):
         assert len(said) == 7
         assert all("per_token" in text for text in said[:2])
-        assert all("must return float32 of shape" in text for text in said[2:5]), said
+        assert all("must return plain float32 of shape" in text for text in said[2:5]), said
         assert 'logprobs_mode must be a "processed" one' in said[5]
         assert "processors[0] must be callable, got 3" in said[6]
