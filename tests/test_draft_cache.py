@@ -348,6 +348,69 @@ def test_drafts_are_void_after(ranks, event):
     assert ranks.run(kept_after, event) == [EVENTS[event]] * ranks.size
 
 
+def refused_drafts(mesh, first: str) -> tuple[list[str], list[int]]:
+    """What is said of drafts that do not fit beside others, and tokens of a good step after."""
+    P, size, said = mesh.size(), 10 * mesh.size(), []
+    state = SamplingState(mesh, vocab_size=size, max_num_reqs=8, num_speculative_tokens=1, seed=0)
+    for slot in range(8):
+        state.add(slot, SamplingParams(seed=slot))
+    sharder, drafter, verifier = BatchSharder(state), DraftSampler(state), RejectionSampler(state)
+
+    def draft(slots: list[int], exchange: str, width: int) -> torch.Tensor:
+        plan = sharder.plan(slots, exchange=exchange)
+        rows = torch.zeros(len(slots), width, device=mesh.device_type)
+        return drafter(shard_vocab(plan.select(rows), mesh), plan, step=0)[:, None]
+
+    def verify(drafts: torch.Tensor) -> list[int]:
+        plan = sharder.plan([0, 1], [2, 2])
+        rows = torch.zeros(4, size, device=mesh.device_type)
+        return verifier(shard_vocab(plan.select(rows), mesh), plan, drafts).num_sampled.tolist()
+
+    drafts = draft([0, 1], first, size)
+    for exchange, width in (("vocab", size + P), ("batch", size), ("replicate", size)):
+        try:
+            draft([2, 3], exchange, width)
+        except ValueError as refused:
+            said.append(str(refused))
+        else:
+            said.append("")
+    counts = verify(drafts)
+    for slot in (2, 3):
+        state.remove(slot)
+        state.add(slot, SamplingParams(seed=slot))
+    assert state.drafts.exchange is None
+    for exchange, width in (("vocab", size + P), ("replicate", size)):
+        try:
+            draft([2, 3], exchange, width)
+        except ValueError as refused:
+            said.append(str(refused))
+        else:
+            said.append("")
+    return said, counts + verify(draft([0, 1], "batch", size))
+
+
+@worlds("cpu:2", "cpu:4")
+@pytest.mark.parametrize("first", ["vocab", "batch"])
+def test_drafts_that_do_not_fit_beside_others(ranks, first):
+    """Catches drafts that overwrite those of others, which lie in the same memory otherwise."""
+    (said, counts), *others = ranks.run(refused_drafts, first)
+    assert others == [(said, counts)] * (ranks.size - 1)
+    wide, batch, replicate, wide_again, replicate_again = said
+    binds = f'exchange must be "{first}", under which drafts are kept'
+    if first == "vocab":
+        columns = f"draft_logits must have {10 * ranks.size} columns with padding"
+        assert columns in wide
+        assert columns in wide_again
+        assert binds in batch
+    else:
+        assert binds in wide
+        assert "no room for draft logits of" in wide_again
+        assert batch == ""
+    assert binds in replicate
+    assert 'exchange must be "batch", as there is no room' in replicate_again
+    assert counts == [2] * 4  # the same logits draft and verify: all are accepted
+
+
 def drafted_at_last(mesh, exchange: str) -> tuple[list[list[int]], list[int]]:
     """Drafts of a step that a processor let fail at first, and how many of each were kept then."""
     fails, found, kept = [True, False, False], [], []

@@ -54,11 +54,11 @@ class DraftCache:
         """Under which exchange drafts are kept; None: there are none, and any may be next."""
         self._memory: Tensor | None = None
         """What all of them lie in; None before the first draft."""
-        self._most = self._width = 0
-        """Logits that it has room for, where shards are longest, and columns of the first ones."""
+        self._most = 0
+        """Logits that it has room for, where shards are longest."""
         self._views: dict[str, Tensor] = {}
-        self.columns = 0
-        """Columns of a vocabulary shard of the draft logits, padding included."""
+        self._width = 0
+        """Columns, padding included, of all draft logits ever kept under `vocab`; 0: of none."""
         self._kept: dict[int, _Kept] = {}
         self._free: list[dict[int, None]] = []
         """Free blocks of each holder, the next one first."""
@@ -144,10 +144,11 @@ class DraftCache:
         shape = getattr(logits, "shape", ())
         if self.exchange != "vocab" or not shape or not any(slot in self._kept for slot in slots):
             return
-        if (columns := self._columns(shape[-1])) != self.columns:
+        kept, columns = self._columns(self._width), self._columns(shape[-1])
+        if columns != kept:
             raise ValueError(
-                f"logits must have {self.columns} columns a rank with padding, as the draft logits "
-                f'that are kept under "vocab", got {columns}'
+                f"logits must have {kept} columns a rank with padding, as the draft logits that "
+                f'are kept under "vocab", got {columns}'
             )
 
     def check_step(self, plan: ShardPlan, step: int, keep: Sequence[bool]) -> None:
@@ -186,19 +187,17 @@ class DraftCache:
         dtype, shape = getattr(logits, "dtype", None), getattr(logits, "shape", ())
         if self._memory is None or not shape:
             return
-        if self.exchange is not None:
-            self._check_exchange(exchange)
         if dtype != self._memory.dtype:
             raise ValueError(f"draft_logits must stay {self._memory.dtype}, got {dtype}")
-        if exchange.name == "vocab" and shape[-1] > self._width:
+        if exchange.name == "vocab" and shape[-1] != (self._width or shape[-1]):
             raise ValueError(
-                f"draft_logits must have at most {self._width} columns, as those before, "
-                f"got {shape[-1]}"
+                f"draft_logits must have {self._width} columns with padding, as those before under "
+                f'"vocab", got {shape[-1]}'
             )
         if self._size(exchange.name, self._columns(shape[-1])) > self._most:
             raise ValueError(
-                'exchange must be "batch" or "vocab", which keep draft logits in the memory that '
-                f'there is for them, got "{exchange.name}"'
+                f'exchange must be "batch", as there is no room for draft logits of {shape[-1]} '
+                f'columns under "{exchange.name}"'
             )
 
     def keep(self, plan: ShardPlan, step: int, wanted: Sequence[bool]) -> None:
@@ -279,9 +278,9 @@ class DraftCache:
             if self._memory is None:
                 every = {name, "batch", "vocab"} if self.moves else {name}
                 self._most = max(self._size(each, columns) for each in every)
-                self._width = width
                 self._memory = logits.x_NSv.new_empty(self._most if self.moves else size)
             rows = self._blocks(name)[0] * self.K
             view = self._memory[:size].view(rows, 1, -1)
-        self._views[name], self.columns = view, columns
+        self._views[name] = view
+        self._width = width if name == "vocab" else self._width
         return view

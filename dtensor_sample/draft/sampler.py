@@ -56,9 +56,9 @@ class DraftSampler:
         try:
             step = check.integer("step", step, 0, state.num_speculative_tokens - 1)
             state.drafts.check_columns(draft_logits, plan.slots)
+            state.on_host(plan, partial(self._check, step=step))
             if any(self._drawn(plan)):
                 state.drafts.check_logits(draft_logits, plan.exchange)
-            state.on_host(plan, partial(self._check, step=step))
         except ValueError as refused:
             error = refused
         rows = plan.place(

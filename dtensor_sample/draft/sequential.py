@@ -213,7 +213,8 @@ class SequentialDraftSampler:
             )
         state.needs_whole_rows = state.needs_whole_rows or reason
         # What loops take is not predicted: so as suits a full state, whatever requests come.
-        state.expect_drafts("vocab" if self.head.sharded else state.suiting())
+        suiting = state.settled_exchange or state.suiting()
+        state.expect_drafts("vocab" if self.head.sharded else suiting)
 
     @torch.no_grad()
     def __call__(
@@ -253,9 +254,9 @@ class SequentialDraftSampler:
             last_B = self._last(last_token_ids, plan)
             local = self._hidden(hidden, work)
             state.drafts.check_columns(draft_logits, plan.slots)
+            state.on_host(plan, _check)
             if any(_drawn(plan)):
                 state.drafts.check_logits(draft_logits, plan.exchange)
-            state.on_host(plan, _check)
         except ValueError as refused:
             error = refused
         rows = work.place(
