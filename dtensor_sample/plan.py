@@ -85,6 +85,8 @@ class ShardPlan:
     will have in the draft step that it was made `after`."""
     promised: bool
     """Whether it was made after one that has not run yet."""
+    bound: str | None
+    """The exchange that "auto" had to be, if any, when it was made."""
     packed: Tensor
     """All index tensors below, one after another: what a step uploads."""
     needs: Needs
@@ -539,7 +541,7 @@ class ShardPlan:
             slots=0 if draft_dtype is None else self.state.max_num_reqs,
             hidden=hidden,
             taken=self.exchange.name,
-            bound=self.state.bound_exchange,
+            bound=self.bound,
             among=self.state.possible_exchanges,
             details={
                 "slots": f"{list(self.slots)}",

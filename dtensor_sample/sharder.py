@@ -302,6 +302,7 @@ class BatchSharder:
             draft_blocks=blocks,
             draft_steps=steps,
             promised=after is not None,
+            bound=state.bound_exchange,
             packed=packed,
             **dict(zip(NAMES, on_device, strict=True)),
             positions=given_B,

@@ -218,7 +218,7 @@ class SamplingState:
         self.version += 1
         self._staged[slot] = (*pack(params, seed), start)
         self.slot_edits.admit(slot, params, prompt, output)
-        if params.needs.wide and self.settled_exchange is None:
+        if params.needs.wide and (self.slot_edits.exchange or self._settled) is None:
             self._settled = self.suiting()  # what they keep stays where it is
 
     def remove(self, slot: int) -> None:
@@ -244,7 +244,9 @@ class SamplingState:
         if settled is None and self._drafts_expected:
             if self._suited is None or self._suited[0] != self.version:
                 params = [request.params for request in self._requests.values()]
-                self._suited = self.version, self.suiting(len(params), filters_of(params))
+                # Rounded up, so that one request more or less seldom means another exchange.
+                about = min(1 << (len(params) - 1).bit_length(), self.max_num_reqs) if params else 0
+                self._suited = self.version, self.suiting(about, filters_of(params))
             return self._suited[1]
         return settled
 
@@ -262,7 +264,8 @@ class SamplingState:
         """Let "auto" be an exchange that keeps 1/P of draft logits on each rank.
 
         Args:
-            exchange: which; None: the fastest for drafts of all requests that there are.
+            exchange: which, from now on; None: the fastest for drafts of about as many requests as
+                there are.
         """
         self._drafts_expected, self._settled = True, exchange or self._settled
 

@@ -314,8 +314,8 @@ def bound(mesh, name: str) -> list[object]:
         plan = sharder.plan(range(3), exchange="vocab")
         logits = torch.zeros(3, 10, device=device)
         drafter(shard_vocab(plan.select(logits), mesh), plan, step=0)
-        drawn = sharder.plan([0]).explain()
-        assert (drawn.choice, drawn.taken) == ("vocab", "vocab")
+        waiting = sharder.plan([0])
+        assert (waiting.explain().choice, waiting.exchange.name) == ("vocab", "vocab")
         found: list[object] = [before, greedy, expected, here, state.bound_exchange, taken()]
         state.remove(0)
         found.append(state.bound_exchange)
@@ -327,7 +327,58 @@ def bound(mesh, name: str) -> list[object]:
             torch.zeros(2, 2).long().to(device),
         )
         found.append(state.bound_exchange)
+        assert waiting.explain().choice == "vocab"  # as when it was made
         return found
+
+
+def settled_while_drafts_wait(mesh) -> list[str | None]:
+    """What "auto" is for good once a request with a bias came, before drafts and beside some."""
+    found = []
+    for early in (True, False):
+        with mock.patch.dict("os.environ", DTENSOR_SAMPLE_HARDWARE="h200"):
+            state = SamplingState(
+                mesh, vocab_size=10, max_num_reqs=8, num_speculative_tokens=1, seed=0
+            )
+            drafter = DraftSampler(state)
+            biased = SamplingParams(logit_bias={1: 1.0})
+            state.add(0, biased if early else SamplingParams())
+            if not early:
+                plan = BatchSharder(state).plan([0], exchange="vocab")
+                drafter(shard_vocab(plan.select(torch.zeros(1, 10)), mesh), plan, step=0)
+                state.add(1, biased)
+                state.remove(0)
+            found.append(state.settled_exchange)
+    return found
+
+
+@worlds("cpu:2")
+def test_biases_settle_the_exchange_while_drafts_wait(ranks):
+    """Catches wide state that would be bound to what suits the few requests of its first step."""
+    for early, late in ranks.run(settled_while_drafts_wait):
+        assert early == late == "batch"
+
+
+def bound_by_number(mesh) -> list[str | None]:
+    """Where "auto" keeps 7 drafts each of 1 to 256 requests, without filters."""
+    with mock.patch.dict("os.environ", DTENSOR_SAMPLE_HARDWARE="h200"):
+        state = SamplingState(
+            mesh, vocab_size=129_280, max_num_reqs=256, num_speculative_tokens=7, seed=0
+        )
+        DraftSampler(state)
+        found = []
+        for slot in range(256):
+            state.add(slot, SamplingParams())
+            found.append(state.bound_exchange)
+    return found
+
+
+@worlds("cpu:2")
+def test_one_request_more_seldom_changes_the_exchange(ranks):
+    """Catches a choice that goes back and forth with each request, and a graph for each side."""
+    (found, _) = ranks.run(bound_by_number)
+    changes = {i for i in range(1, 256) if found[i] != found[i - 1]}
+    assert changes  # only where the number passes a power of two
+    assert changes <= {1, 2, 4, 8, 16, 32, 64, 128}
 
 
 @worlds("cpu:2")
