@@ -23,13 +23,12 @@ def compiled(name: str, function: Callable[P, T]) -> Callable[P, T]:
     variants: there is one for each combination of filters, biases, counts and masks.
     """
     run = torch.compile(function, fullgraph=True, dynamic=True)
-    sizes, variants = many_variants()
 
     @wraps(function)
     def run_any_size(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():  # by the options of who compiles it
             return run(*args, **kwargs)
-        with sizes, variants:
+        with many_variants():
             return run(*args, **kwargs)
 
     return profiled(name)(run_any_size)

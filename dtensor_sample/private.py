@@ -1,10 +1,11 @@
-"""What this library uses of torch that is not public, and what it does with a torch without it.
+"""What this library uses of torch that is not public and that it can do without.
 
 Nothing here changes a result: only host time, ranges of a profiler, and how often is compiled.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -12,9 +13,14 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 profiler_enabled: Callable[[], bool] = getattr(
-    torch._C._autograd, "_profiler_enabled", lambda: True
+    getattr(torch._C, "_autograd", None), "_profiler_enabled", lambda: True
 )
 """Whether a profiler looks on; otherwise always, which costs host time."""
+_VARIANTS = (
+    ("torch.fx.experimental._config", "use_duck_shape", False),
+    ("torch._dynamo.config", "recompile_limit", 256),
+    ("torch._dynamo.config", "accumulated_recompile_limit", 1024),
+)
 
 
 def looked_on() -> bool:
@@ -29,20 +35,23 @@ def looked_on() -> bool:
         return True
 
 
-def many_variants() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """Two contexts to call a compiled function in, again and again.
+@contextmanager
+def many_variants() -> Iterator[None]:
+    """Lets the compiler take equal sizes for different symbols, and make up to 256 variants.
 
-    They let the compiler take equal sizes for different symbols, and make up to 256 variants.
-    Otherwise it compiles once more, and gives up after 8.
+    Without that it compiles once more, and gives up after 8.
     """
+    before = []
+    for module, name, value in _VARIANTS:
+        with suppress(ImportError, AttributeError):
+            config = importlib.import_module(module)
+            before.append((config, name, getattr(config, name)))
+            setattr(config, name, value)
     try:
-        from torch.fx.experimental import _config
-
-        shapes = _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-        limits = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
-        return shapes, torch._dynamo.config.patch(limits)
-    except (ImportError, AttributeError):
-        return nullcontext(), nullcontext()
+        yield
+    finally:
+        for config, name, value in before:
+            setattr(config, name, value)
 
 
 def constant(function: F) -> F:

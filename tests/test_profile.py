@@ -1,9 +1,10 @@
 """The named ranges that a profiler shows, and steps of a torch that lacks what is private to it."""
 
-import sys
+import importlib
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -78,21 +79,46 @@ def without_private_names(mesh) -> list[list[int]]:
         found.append(sampler(logits, plan).token_ids[:, 0].tolist())
 
     step()
-    bare = SimpleNamespace(_C=SimpleNamespace())
+    options = [(module, f"no_{name}", value) for module, name, value in private._VARIANTS]
     with (
-        mock.patch.object(private, "torch", bare),
+        mock.patch.object(private, "torch", SimpleNamespace(_C=SimpleNamespace())),
+        mock.patch.object(private, "_VARIANTS", [*options, ("torch.no_config", "no_name", 1)]),
         mock.patch.object(ranges, "profiler_enabled", return_value=True),
-        mock.patch.dict(sys.modules, {"torch.fx.experimental._config": None}),
     ):
         assert private.looked_on()
-        for context in private.many_variants():
-            with context:
-                step()
+        with private.many_variants():
+            step()
     return found
+
+
+@worlds("cpu:1")
+def test_variants_are_allowed_for_a_call_alone(ranks):
+    """Catches options of the compiler that outlive the call they are meant for."""
+    ranks.run(options_of_the_compiler)
+
+
+def options_of_the_compiler(mesh) -> None:
+    """Before a call, in it and after one that raised."""
+
+    def options() -> list[object]:
+        found = ((importlib.import_module(module), name) for module, name, _ in private._VARIANTS)
+        return [getattr(config, name) for config, name in found]
+
+    before, within = options(), []
+
+    def call() -> None:
+        with private.many_variants():
+            within.extend(options())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        call()
+    assert within == [value for *_, value in private._VARIANTS]
+    assert options() == before != within
 
 
 @worlds("cpu:2")
 def test_torch_may_lack_private_names(ranks):
     """Catches a step that needs more of torch than is public."""
-    for with_them, *without in ranks.run(without_private_names):
-        assert without == [with_them] * 2
+    for with_them, without in ranks.run(without_private_names):
+        assert with_them == without
