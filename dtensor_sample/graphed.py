@@ -250,7 +250,7 @@ class GraphedStep:
             raise
 
     def _capture(self, arguments: tuple[Any, ...]) -> _Graph:
-        if self._pool is None:
+        if not self.num_graphs:  # a pool that all graphs have left may be gone
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         host_parts = self.state.host_parts = []
