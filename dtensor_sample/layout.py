@@ -102,7 +102,11 @@ def layout_of(logits: object, *, axis: str | None, vocab_size: int | None) -> La
     width = -(-padded // place.size) if sharded else None
     lead, columns = local.shape[:-1], local.shape[-1]
     own = padded if width is None else max(0, min(width, padded - place.rank * width))
-    others = [p for dim, p in enumerate(logits.placements) if dim != mesh_dim]
+    others = [
+        placement
+        for dim, placement in enumerate(logits.placements)
+        if dim != mesh_dim and mesh.size(dim) > 1
+    ]
     rows_elsewhere = not all(placement.is_replicate() for placement in others)
     shape = [*(lead if rows_elsewhere else logits.shape[:-1]), own]
     if list(local.shape) != shape:

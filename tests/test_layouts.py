@@ -315,6 +315,26 @@ def unseeded_rows(mesh) -> tuple[list[list[int]], list[str]]:
     return [tokens.tolist() for tokens in drawn], refused
 
 
+def rows_of_one_replica(mesh) -> list[list[int]]:
+    """Tokens of packed unseeded rows on a mesh with a data-parallel axis of one rank, or none."""
+    flat = init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("dp", "tp"))
+    full = torch.zeros(ROWS_EACH, WIDTH, device=mesh.device_type)
+    params = SamplingParams.batch([SamplingParams()] * ROWS_EACH, mesh.device_type)
+    local = shard_vocab(full, mesh).to_local()
+    placed = (
+        vocab_sharded(local, flat, vocab_size=WIDTH, row_axis="dp"),
+        vocab_sharded(local, flat["tp"], vocab_size=WIDTH),
+    )
+    return [sample(logits, params, position=1).tolist() for logits in placed]
+
+
+@worlds("cpu:4")
+def test_unseeded_rows_of_one_replica(ranks):
+    """Catches a refusal of rows that no other rank has, on a mesh that could have others."""
+    for placed, alone in ranks.run(rows_of_one_replica):
+        assert placed == alone
+
+
 @worlds("cpu:4")
 def test_unseeded_rows_of_data_parallel_ranks(ranks):
     """Catches ranks that number their rows from 0 each: all would draw the same samples."""
