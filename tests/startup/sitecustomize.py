@@ -19,7 +19,7 @@ LIMIT_S = 10.0
 def threads_rest() -> bool:
     """Whether no thread of gloo's collectives runs or waits for a core."""
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # one that has just ended
+        with contextlib.suppress(OSError):  # one that has just ended
             name, state = (task / "stat").read_text().split("(", 1)[1].rsplit(") ", 1)
             if name == "pt_gloo_runloop" and not state.startswith("S"):
                 return False
