@@ -54,7 +54,9 @@ def _integer(low: int | None, high: int | None) -> str:
 
 
 def real(name: str, value: object, low: float = 0.0, high: float = math.inf) -> float:
-    """`value` as a finite float in [low, high]."""
+    """`value` as a finite float in [low, high]; a float stays a symbol to a compiler."""
+    if type(value) is float and low <= value <= high and value < math.inf:
+        return value
     expected = f"a number in [{low:g}, {high:g}]"
     if high == math.inf:
         expected = f"a finite number >= {low:g}"

@@ -186,6 +186,12 @@ class Filters(NamedTuple):
         return Filters(either, either, True, 0 if whole else self.candidates)
 
 
+def fixed(filters: Filters) -> Filters:
+    """The same, of which a compiler knows every value: candidates are no symbol to it."""
+    sizes = [size for size in (0, *CANDIDATES) if size == filters.candidates]
+    return filters._replace(candidates=sizes[0])
+
+
 def filters_of(params: Sequence[SamplingParams]) -> Filters:
     """The filters that at least one of `params` needs (min-p costs nothing and is always on)."""
     drawn = [p for p in params if not p.greedy]

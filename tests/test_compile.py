@@ -1,6 +1,7 @@
 """Compiled steps: the eager tokens, and few compilations."""
 
 import itertools
+import warnings
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -16,6 +17,7 @@ from dtensor_sample import (
     SamplingParams,
     SamplingState,
     TokenBitmask,
+    logprobs,
     sample,
 )
 from tests.batches import Batch, Layout, random_batch, shard_vocab, tokens
@@ -273,3 +275,37 @@ def test_a_compiled_call_of_many_sizes(ranks, exchange, dynamic):
     results = ranks.run(compiled_samples, exchange, sizes, dynamic, timeout=150)
     assert results == [results[0]] * ranks.size
     assert results[0][1] <= 4
+
+
+def compiled_calls(mesh, dynamic: bool | None) -> list[bool]:
+    """Whether compiled calls equal plain ones, with packed filters and temperatures that change."""
+    logits = shard_vocab(torch.randn(6, 50, generator=torch.Generator().manual_seed(0)), mesh)
+    ids, found = torch.arange(6), []
+    made = partial(torch.compile, fullgraph=True, backend="eager", dynamic=dynamic)
+    draw = made(lambda logits, packed: sample(logits, packed, position=1))
+    for top_k in (0, 4, 40, 45, 0):
+        packed = SamplingParams.batch([SamplingParams(seed=1, top_k=top_k)] * 6, "cpu")
+        found.append(torch.equal(draw(logits, packed), sample(logits, packed, position=1)))
+    tell = made(lambda logits, ids, T: logprobs(logits, ids, temperature=T))
+    found += [
+        torch.equal(tell(logits, ids, T), logprobs(logits, ids, temperature=T))
+        for T in (1.0, 0.5, 0.8, 2.0, 1e-5)
+    ]
+    told = made(lambda logits, ids: logprobs(logits, ids))
+    found.append(torch.equal(told(logits, ids), logprobs(logits, ids)))
+    return found
+
+
+@worlds("cpu:2")
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_calls_of_many_kinds(ranks, dynamic):
+    """Catches numbers of filters and temperatures that a compiler makes symbols of, and cannot."""
+    ranks.run(forget_compilations)
+    assert ranks.run(quietly_compiled_calls, dynamic, timeout=150) == [[True] * 11] * 2
+
+
+def quietly_compiled_calls(mesh, dynamic: bool | None) -> list[bool]:
+    """The same without what torch warns of in its own way to trace autograd functions."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*should not be instantiated")
+        return compiled_calls(mesh, dynamic)
