@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from dtensor_sample import (
@@ -245,6 +246,33 @@ def test_refusals(ranks):
             if calls or after != f"returned {GOOD}":
                 wrong.append((rank, name, calls, after))
     assert wrong == []
+
+
+def failing_redraft(mesh) -> list[int]:
+    """Drafts kept of a request after a block, and after another that a processor let fail."""
+    bench, kept = Bench(mesh), []
+
+    def moody(values, rows):
+        raise KeyError("not now")
+
+    for slot in range(4):
+        bench.state.remove(slot)
+        bench.state.add(slot, SamplingParams())
+    bench.draft(plan=bench.sharder.plan(range(4)))
+    kept.append(bench.state.drafts.steps(1))
+    bench.state.processors = (moody,)
+    with pytest.raises(KeyError):
+        bench.draft(plan=bench.sharder.plan(range(4)))
+    kept.append(bench.state.drafts.steps(1))
+    return kept
+
+
+@worlds("cpu:2")
+def test_a_block_that_fails_leaves_no_drafts(ranks):
+    """Catches drafts that count as kept, though others were written over what they came from."""
+    for before, after in ranks.run(failing_redraft):
+        assert before > 0
+        assert after == 0
 
 
 def kept_drafts(mesh) -> list[str]:

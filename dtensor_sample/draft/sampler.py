@@ -39,7 +39,8 @@ class DraftSampler:
 
         Args:
             draft_logits: DTensor [num_rows, V], one row a request, in the plan's order; of one
-                dtype over the life of the state, and under `vocab` padded as the target's are.
+                dtype over the life of the state, and under `vocab` padded as the target's are, and
+                no wider than the first.
             plan: of one row a request. Positions do not advance: all drafts of a block are keyed by
                 the position of its first token and by their step.
             step: in [0, K); 0 begins a new block. Drafts of a block are all drawn or all greedy.

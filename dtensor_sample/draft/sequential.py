@@ -226,6 +226,8 @@ class SequentialDraftSampler:
     ) -> DraftOutput:
         """Draft K tokens for each request; every rank of the axis must call this.
 
+        Drafts that were kept of these requests are void, also if this fails in between.
+
         Args:
             draft_logits: DTensor [num_rows, K, D], the K positions of one request together, in the
                 order in which `plan.select` gives its rows from hidden states [B, K, H]. Of one
@@ -269,6 +271,7 @@ class SequentialDraftSampler:
             last_token_ids=last_B,
         )
         before_Q = last_B[work.row_requests]
+        state.on_host(plan, _forget)  # earlier drafts, whose logits are overwritten
         result_QW = self._draw(rows, work, before_Q, plan.exchange, draft_logits.shape[-1])
         state.on_host(plan, partial(_keep, K=self.K))  # now that they are
         if self.head.weight_H is not None and local is not None:
@@ -450,6 +453,11 @@ def _drawn(plan: ShardPlan) -> list[bool]:
 
 def _check(plan: ShardPlan) -> None:
     plan.state.drafts.check_step(plan, 0, _drawn(plan))
+
+
+def _forget(plan: ShardPlan) -> None:
+    """Drafts of a block that is drawn anew."""
+    plan.state.drafts.forget(plan.slots)
 
 
 def _keep(plan: ShardPlan, K: int) -> None:
