@@ -223,7 +223,7 @@ class BatchSharder:
         requests = tuple(state.request(slot) for slot in slots)
         params = [request.params for request in requests]
         filters, wants = filters_of(params), wants_of(params, state.vocab_size)
-        name = self._named(exchange_name, capacity, after)
+        name = self._named(exchange_name, slots, capacity, after)
         state.slot_edits.check_exchange(slots, name)
 
         promised: dict[int, tuple[int, int]] = {}  # owners and blocks of drafts to come
@@ -377,7 +377,11 @@ class BatchSharder:
         return tuple(blocks), tuple(steps)
 
     def _named(
-        self, exchange: str | None, capacity: int | None, after: ShardPlan | None
+        self,
+        exchange: str | None,
+        slots: Sequence[int],
+        capacity: int | None,
+        after: ShardPlan | None,
     ) -> str | None:
         """The exchange that was asked for or that state asks for; None: any will do."""
         state = self.state
@@ -391,7 +395,9 @@ class BatchSharder:
                 )
             name = after.exchange.name
         if name == "auto":
-            name = state.bound_exchange or ("batch" if capacity is not None else None)
+            waiting = any(map(state.drafts.keeps, slots))
+            settled = state.drafts.exchange if waiting else state.settled_exchange
+            name = settled or ("batch" if capacity is not None else state.bound_exchange)
         if name == "vocab" and state.needs_whole_rows is not None:
             raise ValueError(
                 f'exchange must be one of {WHOLE}, got "vocab": {state.needs_whole_rows}'

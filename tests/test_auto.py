@@ -331,6 +331,32 @@ def bound(mesh, name: str) -> list[object]:
         return found
 
 
+def beside_what_is_bound(mesh) -> list[str]:
+    """What "auto" is with a capacity, and beside drafts and biases that lie by other exchanges."""
+    with mock.patch.dict("os.environ", DTENSOR_SAMPLE_HARDWARE="h200"):
+        state = SamplingState(
+            mesh, vocab_size=129_280, max_num_reqs=256, num_speculative_tokens=7, seed=0
+        )
+        drafter, sharder, found = DraftSampler(state), BatchSharder(state), []
+        for slot in range(255):
+            state.add(slot, SamplingParams())
+        found.append(sharder.plan([0]).exchange.name)
+        found.append(sharder.plan([0], capacity=4).exchange.name)
+        plan = sharder.plan([0], exchange="batch")
+        logits = torch.zeros(1, 129_280)
+        drafter(shard_vocab(plan.select(logits), mesh), plan, step=0)
+        state.add(255, SamplingParams(presence_penalty=1.0))
+        sharder.plan([255], exchange="vocab")  # not used, but 255 has its counts there
+        return [*found, sharder.plan([0], [2]).exchange.name, sharder.plan([255]).exchange.name]
+
+
+@worlds("cpu:2")
+def test_auto_beside_what_is_bound(ranks):
+    """Catches a capacity, or drafts that wait, under an exchange that does not have them."""
+    for found in ranks.run(beside_what_is_bound):
+        assert found == ["vocab", "batch", "batch", "vocab"]
+
+
 def settled_while_drafts_wait(mesh) -> list[str | None]:
     """What "auto" is for good once a request with a bias came, before drafts and beside some."""
     found = []
