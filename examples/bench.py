@@ -24,10 +24,10 @@ from typing import Any
 
 import bench_drafts
 import torch
-import torch.distributed as dist
 from bench_report import Record, about, join, markdown, show, write
 from bench_timing import timings
 from bench_ways import check, ways
+from ending import end_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -294,8 +294,7 @@ def main() -> None:
         write(args.output, columns, records, report(records, args, mesh))
         if not args.draft_loop and importlib.util.find_spec("matplotlib") is not None:
             draw(records, args.output.with_suffix(".png"))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_ranks()
 
 
 if __name__ == "__main__":

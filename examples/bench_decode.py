@@ -30,6 +30,7 @@ import torch.distributed as dist
 from bench_model import LOGIT_STD, SIZES, Model
 from bench_report import Record, about, join, markdown, percentile, show, slowest, write
 from bench_ways import accept, gather, pick, probabilities
+from ending import end_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -335,8 +336,7 @@ def main() -> None:
     estimate(records, room_mib(mesh))
     if args.output is not None and mesh.get_rank() == 0:
         write(args.output, COLUMNS, records, report(records, args, mesh))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_ranks()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from display import Display, open_display, print_summary
 from draft_models import DraftWeights
 from drafters import ModelDrafter, load_block
+from ending import end_ranks
 from grammar import Grammar
 from llama import Batch, Llama, load_llama
 from meter import Meter
@@ -178,8 +179,7 @@ def main() -> None:
         if args.json:
             report = {"requests": [request.report() for request in requests], "figures": figures}
             print(json.dumps(report), file=stdout, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    end_ranks()
 
 
 @torch.inference_mode()

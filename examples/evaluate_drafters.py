@@ -18,6 +18,7 @@ import torch.distributed as dist
 from decode import TIMEOUT, TRAINED, choose_device, decode, join_ranks, open_drafter
 from draft_models import DraftWeights
 from drafters import ModelDrafter, load_block
+from ending import end_ranks
 from held_out import BEGINNINGS, CHATS
 from llama import Llama, load_llama
 from meter import Meter
@@ -56,8 +57,7 @@ def main() -> None:
             write_csv(args.csv, results)
         if args.plot is not None:
             draw(args.plot, results)
-    dist.barrier()
-    dist.destroy_process_group()
+    end_ranks()
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -943,7 +943,7 @@ def be_python(
     """Be `python script ...` or `python -m module ...`."""
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    folders = filter(None, (str(STARTUP), os.environ.get("PYTHONPATH")))
+    folders = filter(None, (str(STARTUP), str(DECODE.parent), os.environ.get("PYTHONPATH")))
     os.environ.update(environment, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(folders))
     torch.set_num_threads(1)
     if arguments[0] == "-m":
