@@ -14,7 +14,7 @@ import torch
 
 from dtensor_sample.cost import Shape, cost_of, cost_of_verifying
 from dtensor_sample.exchange import EXCHANGES, Axis, exchange_of
-from dtensor_sample.params import Filters
+from dtensor_sample.params import Filters, fixed
 from dtensor_sample.predict import hardware
 from dtensor_sample.private import constant
 
@@ -114,7 +114,7 @@ def fastest(
         machine,
         batch.holders,
         vocab_size,
-        *filters,
+        *fixed(filters),
         dtype,
         K if method else 0,
         draft_dtype,

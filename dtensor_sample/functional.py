@@ -23,7 +23,6 @@ from dtensor_sample.params import (
     SamplingParams,
     batch_of,
     check_params,
-    fixed,
 )
 from dtensor_sample.random import TARGET
 from dtensor_sample.sampler import draw
@@ -82,7 +81,7 @@ def sample(
         name = check_exchange(exchange)
         batched = _batched(params, logits, layout, base_seed)
         if name == "auto":
-            name = _fastest(layout, fixed(batched.filters))
+            name = _fastest(layout, batched.filters)
         position_T = _positions(position, layout.lead, layout.local_Tv.device)
         return _Call(layout, batched, exchange_of(name, layout.axis), position_T)
 
