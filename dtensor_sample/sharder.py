@@ -167,8 +167,8 @@ class BatchSharder:
         """
         *lists, capacity, exchange, positions, budget, after = given
         state, known = self.state, positions is None and after is None
-        # Where drafts lie changes from step to step, once any were kept.
-        if not known or state.drafts.exchange or not all(map(_listed, lists)):
+        # Where drafts lie changes from step to step.
+        if not known or state.drafts.waiting or not all(map(_listed, lists)):
             return self._plan(*given)
         lists = [x.tolist() if isinstance(x, np.ndarray) else x for x in lists]
         parts = [None if x is None else tuple(x) for x in lists]
@@ -223,7 +223,8 @@ class BatchSharder:
         requests = tuple(state.request(slot) for slot in slots)
         params = [request.params for request in requests]
         filters, wants = filters_of(params), wants_of(params, state.vocab_size)
-        name = self._named(exchange_name, slots, capacity, after)
+        auto = self._bound(slots, capacity)
+        name = self._named(exchange_name, auto, after)
         state.slot_edits.check_exchange(slots, name)
 
         promised: dict[int, tuple[int, int]] = {}  # owners and blocks of drafts to come
@@ -302,7 +303,7 @@ class BatchSharder:
             draft_blocks=blocks,
             draft_steps=steps,
             promised=after is not None,
-            bound=state.bound_exchange,
+            bound=auto,
             packed=packed,
             **dict(zip(NAMES, on_device, strict=True)),
             positions=given_B,
@@ -376,12 +377,15 @@ class BatchSharder:
         )
         return tuple(blocks), tuple(steps)
 
+    def _bound(self, slots: Sequence[int], capacity: int | None) -> str | None:
+        """What "auto" has to be for these requests; None: any exchange will do."""
+        drafts, state = self.state.drafts, self.state
+        waiting = any(map(drafts.keeps, slots))
+        settled = drafts.exchange if waiting else state.settled_exchange
+        return settled or ("batch" if capacity is not None else state.bound_exchange)
+
     def _named(
-        self,
-        exchange: str | None,
-        slots: Sequence[int],
-        capacity: int | None,
-        after: ShardPlan | None,
+        self, exchange: str | None, bound: str | None, after: ShardPlan | None
     ) -> str | None:
         """The exchange that was asked for or that state asks for; None: any will do."""
         state = self.state
@@ -395,9 +399,7 @@ class BatchSharder:
                 )
             name = after.exchange.name
         if name == "auto":
-            waiting = any(map(state.drafts.keeps, slots))
-            settled = state.drafts.exchange if waiting else state.settled_exchange
-            name = settled or ("batch" if capacity is not None else state.bound_exchange)
+            name = bound
         if name == "vocab" and state.needs_whole_rows is not None:
             raise ValueError(
                 f'exchange must be one of {WHOLE}, got "vocab": {state.needs_whole_rows}'

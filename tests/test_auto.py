@@ -347,7 +347,10 @@ def beside_what_is_bound(mesh) -> list[str]:
         drafter(shard_vocab(plan.select(logits), mesh), plan, step=0)
         state.add(255, SamplingParams(presence_penalty=1.0))
         sharder.plan([255], exchange="vocab")  # not used, but 255 has its counts there
-        return [*found, sharder.plan([0], [2]).exchange.name, sharder.plan([255]).exchange.name]
+        verifying, counted = sharder.plan([0], [2]), sharder.plan([255])
+        assert verifying.explain().choice == verifying.exchange.name
+        assert counted.explain().choice == counted.exchange.name
+        return [*found, verifying.exchange.name, counted.exchange.name]
 
 
 @worlds("cpu:2")

@@ -366,26 +366,25 @@ def refused_drafts(mesh, first: str) -> tuple[list[str], list[int]]:
         rows = torch.zeros(4, size, device=mesh.device_type)
         return verifier(shard_vocab(plan.select(rows), mesh), plan, drafts).num_sampled.tolist()
 
-    drafts = draft([0, 1], first, size)
-    for exchange, width in (("vocab", size + P), ("batch", size), ("replicate", size)):
+    def attempt(exchange: str, width: int) -> None:
         try:
             draft([2, 3], exchange, width)
         except ValueError as refused:
             said.append(str(refused))
         else:
             said.append("")
+
+    drafts = draft([0, 1], first, size)
+    attempt("vocab", size + P)
+    attempt("batch", size)
+    attempt("replicate", size)
     counts = verify(drafts)
     for slot in (2, 3):
         state.remove(slot)
         state.add(slot, SamplingParams(seed=slot))
     assert state.drafts.exchange is None
-    for exchange, width in (("vocab", size + P), ("replicate", size)):
-        try:
-            draft([2, 3], exchange, width)
-        except ValueError as refused:
-            said.append(str(refused))
-        else:
-            said.append("")
+    attempt("vocab", size + P)
+    attempt("replicate", size)
     return said, counts + verify(draft([0, 1], "batch", size))
 
 
@@ -409,6 +408,35 @@ def test_drafts_that_do_not_fit_beside_others(ranks, first):
     assert binds in replicate
     assert 'exchange must be "batch", as there is no room' in replicate_again
     assert counts == [2] * 4  # the same logits draft and verify: all are accepted
+
+
+def plans_around_drafts(mesh, exchange: str) -> list[bool]:
+    """Whether a plan is that of the step before: at first, while drafts wait, and after."""
+    state = SamplingState(
+        mesh, vocab_size=V, max_num_reqs=2, num_speculative_tokens=1, exchange=exchange, seed=0
+    )
+    for slot in range(2):
+        state.add(slot, SamplingParams(seed=slot))
+    sharder, drafter, verifier = BatchSharder(state), DraftSampler(state), RejectionSampler(state)
+    rows, found = torch.zeros(4, V, device=mesh.device_type), []
+    for _ in range(2):
+        plan = sharder.plan([0, 1])
+        found.append(sharder.plan([0, 1]) is plan)
+        logits = shard_vocab(plan.select(rows[:2]), mesh)
+        drafts = drafter(logits, plan, step=0)[:, None]
+        plan = sharder.plan([0, 1], [2, 2])
+        found.append(sharder.plan([0, 1], [2, 2]) is plan)
+        counts = verifier(shard_vocab(plan.select(rows), mesh), plan, drafts).num_sampled
+        assert counts.tolist() == [2, 2]
+    return found
+
+
+@worlds("cpu:2")
+@pytest.mark.parametrize("exchange", [*EXCHANGES, "auto"])
+def test_plans_are_made_anew_while_drafts_wait(ranks, exchange):
+    """Catches a plan that does not know of drafts, and plans made anew with none waiting."""
+    for found in ranks.run(plans_around_drafts, exchange):
+        assert found == [True, False] * 2
 
 
 def drafted_at_last(mesh, exchange: str) -> tuple[list[list[int]], list[int]]:

@@ -51,7 +51,7 @@ class DraftCache:
         self.axis, self.num_slots, self.K, self.vocab_size = axis, num_slots, K, vocab_size
         self.moves = moves
         self.exchange: str | None = None
-        """Under which exchange drafts are kept; None: there are none, and any may be next."""
+        """Under which exchange drafts are kept, or have to be; None: any may be next."""
         self._memory: Tensor | None = None
         """What all of them lie in; None before the first draft."""
         self._most = 0
@@ -67,6 +67,11 @@ class DraftCache:
     def bytes(self) -> int:
         """Bytes of draft logits that this rank has allocated."""
         return 0 if self._memory is None else self._memory.nbytes
+
+    @property
+    def waiting(self) -> bool:
+        """Whether drafts of any request are kept."""
+        return bool(self._kept)
 
     def logits(self, exchange: str) -> Tensor | None:
         """[blocks * K, 1, w] what was last written under an exchange; w = V, or v under `vocab`."""
