@@ -293,7 +293,8 @@ class ShardPlan:
     def select(self, hidden: Tensor) -> Tensor:
         """The hidden rows that need logits, in the order in which the exchange wants them.
 
-        Whoever has logits of all rows already may give those: select(logits) is lm_head(select(x)).
+        Whoever has logits of all rows already may give those: select(logits) is lm_head(select(x)),
+        and copies this rank's part of them.
 
         Args:
             hidden: [N, H], or [N, K, H] with K rows that stay together: one for each row of logits
@@ -451,7 +452,7 @@ class ShardPlan:
         self.state.slot_edits.emit(self, output.token_ids, output.num_sampled)
         if self.positions is None:
             self.state.padded_positions.index_add_(0, self.batch_slots, output.num_sampled)
-        self.state.on_host(self, _forget_drafts)
+        self.state.on_host(self, forget_drafts)
 
     def cost(
         self,
@@ -552,7 +553,8 @@ class ShardPlan:
         )
 
 
-def _forget_drafts(plan: ShardPlan) -> None:
+def forget_drafts(plan: ShardPlan) -> None:
+    """Void what is kept of a plan's drafts: they are used, or will be overwritten."""
     plan.state.drafts.forget(plan.slots)
 
 

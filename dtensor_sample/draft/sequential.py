@@ -33,7 +33,7 @@ from dtensor_sample.log import say
 from dtensor_sample.ops.largest import TOP_P_ONE
 from dtensor_sample.ops.markov import MOST_FACTORS
 from dtensor_sample.params import CANDIDATES, Filters, RowParams
-from dtensor_sample.plan import ShardPlan, check_plan
+from dtensor_sample.plan import ShardPlan, check_plan, forget_drafts
 from dtensor_sample.process import process
 from dtensor_sample.random import DRAFT
 from dtensor_sample.sampler import draw
@@ -271,7 +271,7 @@ class SequentialDraftSampler:
             last_token_ids=last_B,
         )
         before_Q = last_B[work.row_requests]
-        state.on_host(plan, _forget)  # earlier drafts, whose logits are overwritten
+        state.on_host(plan, forget_drafts)  # earlier drafts, whose logits are overwritten
         result_QW = self._draw(rows, work, before_Q, plan.exchange, draft_logits.shape[-1])
         state.on_host(plan, partial(_keep, K=self.K))  # now that they are
         if self.head.weight_H is not None and local is not None:
@@ -453,11 +453,6 @@ def _drawn(plan: ShardPlan) -> list[bool]:
 
 def _check(plan: ShardPlan) -> None:
     plan.state.drafts.check_step(plan, 0, _drawn(plan))
-
-
-def _forget(plan: ShardPlan) -> None:
-    """Drafts of a block that is drawn anew."""
-    plan.state.drafts.forget(plan.slots)
 
 
 def _keep(plan: ShardPlan, K: int) -> None:
