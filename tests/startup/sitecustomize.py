@@ -7,7 +7,7 @@ import atexit
 import sys
 
 
-def wait_for_rest() -> None:
+def rest() -> None:
     """As `ending` does, which imports torch: not to be done where nobody has."""
     if "torch" in sys.modules:
         from ending import wait_for_rest
@@ -15,4 +15,4 @@ def wait_for_rest() -> None:
         wait_for_rest()
 
 
-atexit.register(wait_for_rest)
+atexit.register(rest)
