@@ -6,6 +6,7 @@ collective.
 
 import math
 import operator
+import sys
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -54,9 +55,10 @@ def _integer(low: int | None, high: int | None) -> str:
 
 
 def real(name: str, value: object, low: float = 0.0, high: float = math.inf) -> float:
-    """`value` as a finite float in [low, high]; a float stays a symbol to a compiler."""
-    if type(value) is float and low <= value <= high and value < math.inf:
-        return value
+    """`value` as a finite float in [low, high]; a number stays a symbol to a compiler."""
+    most, plain = min(high, sys.float_info.max), type(value) in (int, float)
+    if isinstance(value, int | float) and plain and low <= value <= most:
+        return 1.0 * value
     expected = f"a number in [{low:g}, {high:g}]"
     if high == math.inf:
         expected = f"a finite number >= {low:g}"

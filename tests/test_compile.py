@@ -1,6 +1,7 @@
 """Compiled steps: the eager tokens, and few compilations."""
 
 import itertools
+import math
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -289,8 +290,11 @@ def compiled_calls(mesh, dynamic: bool | None) -> list[bool]:
     tell = made(lambda logits, ids, T: logprobs(logits, ids, temperature=T))
     found += [
         torch.equal(tell(logits, ids, T), logprobs(logits, ids, temperature=T))
-        for T in (1.0, 0.5, 0.8, 2.0, 1e-5)
+        for T in (1.0, 0.5, 0.8, 2.0, 1e-5, 1, 2, 3)
     ]
+    for T in (math.inf, math.nan, 0.0):
+        with pytest.raises((ValueError, torch._dynamo.exc.TorchDynamoException)):
+            tell(logits, ids, T)
     told = made(lambda logits, ids: logprobs(logits, ids))
     found.append(torch.equal(told(logits, ids), logprobs(logits, ids)))
     return found
@@ -301,7 +305,7 @@ def compiled_calls(mesh, dynamic: bool | None) -> list[bool]:
 def test_compiled_calls_of_many_kinds(ranks, dynamic):
     """Catches numbers of filters and temperatures that a compiler makes symbols of, and cannot."""
     ranks.run(forget_compilations)
-    assert ranks.run(quietly_compiled_calls, dynamic, timeout=150) == [[True] * 11] * 2
+    assert ranks.run(quietly_compiled_calls, dynamic, timeout=150) == [[True] * 14] * 2
 
 
 def quietly_compiled_calls(mesh, dynamic: bool | None) -> list[bool]:
