@@ -379,10 +379,14 @@ class BatchSharder:
 
     def _bound(self, slots: Sequence[int], capacity: int | None) -> str | None:
         """What "auto" has to be for these requests; None: any exchange will do."""
-        drafts, state = self.state.drafts, self.state
-        waiting = any(map(drafts.keeps, slots))
-        settled = drafts.exchange if waiting else state.settled_exchange
-        return settled or ("batch" if capacity is not None else state.bound_exchange)
+        state, drafts, wide = self.state, self.state.drafts, self.state.slot_edits.exchange
+        if any(map(drafts.keeps, slots)):
+            return drafts.exchange
+        if wide is not None and any(state.request(slot).params.needs.wide for slot in slots):
+            return wide
+        if capacity is not None:
+            return "batch"
+        return drafts.exchange or state.bound_exchange
 
     def _named(
         self, exchange: str | None, bound: str | None, after: ShardPlan | None

@@ -350,14 +350,19 @@ def beside_what_is_bound(mesh) -> list[str]:
         verifying, counted = sharder.plan([0], [2]), sharder.plan([255])
         assert verifying.explain().choice == verifying.exchange.name
         assert counted.explain().choice == counted.exchange.name
-        return [*found, verifying.exchange.name, counted.exchange.name]
+        found += [verifying.exchange.name, counted.exchange.name]
+        # About to draft beside those that wait, which narrow requests may; and a capacity.
+        found.append(sharder.plan([1]).exchange.name)
+        with pytest.raises(ValueError, match="capacity must be None"):
+            sharder.plan([255], capacity=4)
+        return [*found, sharder.plan([1], capacity=4).exchange.name]
 
 
 @worlds("cpu:2")
 def test_auto_beside_what_is_bound(ranks):
     """Catches a capacity, or drafts that wait, under an exchange that does not have them."""
     for found in ranks.run(beside_what_is_bound):
-        assert found == ["vocab", "batch", "batch", "vocab"]
+        assert found == ["vocab", "batch", "batch", "vocab", "batch", "batch"]
 
 
 def settled_while_drafts_wait(mesh) -> list[str | None]:
