@@ -202,7 +202,8 @@ class DraftCache:
         if self._size(exchange.name, self._columns(shape[-1])) > self._most:
             raise ValueError(
                 f'exchange must be "batch", as there is no room for draft logits of {shape[-1]} '
-                f'columns under "{exchange.name}"'
+                f'columns under "{exchange.name}": the first ones were kept under another '
+                "exchange, or had less padding"
             )
 
     def keep(self, plan: ShardPlan, step: int, wanted: Sequence[bool]) -> None:
