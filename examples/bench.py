@@ -26,7 +26,7 @@ import bench_drafts
 import torch
 from bench_report import Record, about, join, markdown, show, write
 from bench_timing import timings
-from bench_ways import check, ways
+from bench_ways import OWN, check, ways
 from ending import end_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +34,6 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_sample import SamplingParams, vocab_sharded
 from dtensor_sample.calibrate import timer
-from dtensor_sample.exchange import EXCHANGES
 from dtensor_sample.params import filters_of
 
 FILTERS = {
@@ -49,6 +48,7 @@ COLUMNS = {
     "rows": "rows",
     "filters": "filters",
     "way": "way",
+    "exchange": "exchange",
     "us": "us, median",
     "us_20": "20%",
     "us_80": "80%",
@@ -192,6 +192,7 @@ def measure(mesh: DeviceMesh, args: argparse.Namespace) -> Iterator[dict[str, An
                     "rows": rows,
                     "filters": filters,
                     "way": name,
+                    "exchange": found[name].exchange,
                     **timed,
                     "ratio": round(timed["us"] * speed / nbytes, 1),
                     "gb_per_s": round(nbytes / timed["us"] / 1e3, 1),
@@ -260,7 +261,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
                 and float(record[field] or 0) > 0  # a logarithm has no place for the others
             ]
             if points:
-                own = name in EXCHANGES
+                own = name in OWN
                 ax.plot(
                     *zip(*points, strict=True), "o-" if own else "s--", label=name, color=f"C{i}"
                 )

@@ -30,6 +30,9 @@ from dtensor_sample import (
 )
 from dtensor_sample.exchange import EXCHANGES
 
+OWN = (*EXCHANGES, "auto")
+"""How this library runs a step."""
+
 
 class Way(NamedTuple):
     """One way to run a step."""
@@ -38,6 +41,8 @@ class Way(NamedTuple):
     """Token ids [B], or with drafts [B, J], -1 after the last one."""
     kept_bytes: int = 0
     """What it keeps from step to step besides the logits that it is given."""
+    exchange: str | None = None
+    """What this library runs it under."""
 
 
 def ways(
@@ -45,7 +50,7 @@ def ways(
 ) -> Iterator[tuple[str, Way]]:
     """Every way to run a step on these logits, with its name; no `drafts`: they are one-hot."""
     T = target_TV.shape[0]
-    for exchange in EXCHANGES:
+    for exchange in OWN:
         yield exchange, own_way(mesh, exchange, target_TV, K, drafts, params)
     if K:
         step = functools.partial(gathered_and_verified, target_TV, K, drafts, params)
@@ -98,7 +103,8 @@ def own_way(
     sharder = BatchSharder(state, owners="position")
     plan = make(1)
     if K == 0:
-        return Way(functools.partial(sampled, Sampler(state), select(plan, target_TV), plan))
+        step = functools.partial(sampled, Sampler(state), select(plan, target_TV), plan)
+        return Way(step, exchange=plan.exchange.name)
     draw = functools.partial(one_hot, mesh, B, K, V)
     if drafts:
         rows = [select(plan, logits) for logits in drafts]
@@ -107,7 +113,7 @@ def own_way(
     plan = make(K + 1)
     verify = RejectionSampler(state, method="block")
     step = functools.partial(verified, verify, select(plan, target_TV), plan, draw)
-    return Way(step, state.drafts.bytes)
+    return Way(step, state.drafts.bytes, plan.exchange.name)
 
 
 def sampled(sampler: Sampler, rows: DTensor, plan: ShardPlan) -> Tensor:
@@ -247,7 +253,7 @@ def check(
             raise SystemExit(f"{name} gives ids beyond the vocabulary")
     greedy = SamplingParams(temperature=0.0)
     right = chain(target_TV, K, drafts)
-    for name in EXCHANGES:
+    for name in OWN:
         chosen = own_way(mesh, name, target_TV, K, drafts, greedy).step().view(right.shape)
         if not torch.equal(found[name], found["batch"]) or not torch.equal(chosen, right):
             raise SystemExit(

@@ -13,6 +13,7 @@ import bench_ways
 import numpy as np
 import pytest
 import torch
+from bench_ways import OWN
 
 from dtensor_sample import SamplingParams, calibrate, vocab_sharded
 from dtensor_sample.exchange import EXCHANGES
@@ -40,7 +41,7 @@ def test_every_way_is_timed(ranks):
         sizes = itertools.product([(0, 2), (0, 3), (2, 3)], ["off", "on"])
         assert cases.keys() == {(*size, filters) for size, filters in sizes}
         for case, names in cases.items():
-            assert {*EXCHANGES, "gather + sample"} <= names
+            assert {*OWN, "gather + sample"} <= names
             assert ("all-to-all + Gumbel" in names) == (case == (0, 2, "off"))
 
 
@@ -48,7 +49,10 @@ def test_every_way_is_timed(ranks):
 def test_verification_alone_is_timed(ranks):
     options = "--rows 8 --vocab 1003 --num-speculative-tokens 3 --drafts one-hot --filters on"
     for found in ranks.run(records, options):
-        assert [record["way"] for record in found] == [*EXCHANGES, "gather + sample"]
+        assert [record["way"] for record in found] == [*OWN, "gather + sample"]
+        taken = {record["way"]: record["exchange"] for record in found}
+        assert all(taken[name] == name for name in EXCHANGES)
+        assert taken["auto"] in EXCHANGES
         assert {(record["k"], record["drafts"]) for record in found} == {(3, "one-hot")}
 
 
@@ -76,7 +80,7 @@ def test_every_drafting_loop_is_timed(ranks):
 def test_every_vocabulary_is_measured(ranks):
     """A small one, too: top-k then keeps all of it."""
     for found in ranks.run(records, "--rows 2 --vocab 7 60 --filters on top-p"):
-        assert [r["vocab"] for r in found] == [7] * 8 + [60] * 8
+        assert [r["vocab"] for r in found] == [7] * 10 + [60] * 10
 
 
 def refused(mesh, name: str, K: int) -> str:
