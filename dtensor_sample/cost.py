@@ -13,7 +13,7 @@ import torch
 
 from dtensor_sample.exchange import Exchange
 from dtensor_sample.ops import BINS, PARTS
-from dtensor_sample.output import RESULT_COLUMNS, TOLD_COLUMNS, VERIFIED_COLUMNS
+from dtensor_sample.output import OUTCOME_COLUMNS, TOLD_COLUMNS
 from dtensor_sample.params import Filters, Wants
 from dtensor_sample.threshold import LEVELS
 
@@ -129,8 +129,8 @@ def cost_of(
     """The cost of sampling a token for each row of logits.
 
     With P ranks, T rows (padding included), v = ceil(V / P) columns a shard and 8-byte integers:
-    `batch` sends (P-1)/P * T * v logits and its share of 3 integers a row; `replicate` (P-1) * T *
-    v logits; `vocab` no logit, but 2 + 16 integers a row to each other rank, 3 integers a row in a
+    `batch` sends (P-1)/P * T * v logits and its share of 5 integers a row; `replicate` (P-1) * T *
+    v logits; `vocab` no logit, but 2 + 16 integers a row to each other rank, 5 integers a row in a
     ring, and for top-k and for top-p one histogram of 256 integers a row per 8 bits of the logits'
     dtype (of float32 where biases or penalties change logits: `value_dtype`); or, if every request
     that filters has a top-k of at most n = 64 or 256, n + 1 numbers of 4 bytes a row to each other
@@ -144,7 +144,7 @@ def cost_of(
         return Cost((), 0, 0)
     received, ops = _place(exchange, shape, vocab_size, dtype, sharded)
     ops += _weigh(exchange, shape.rows, vocab_size, filters, value_dtype or dtype)
-    ops += _settle(exchange, shape.num_rows * RESULT_COLUMNS)
+    ops += _settle(exchange, shape.num_rows * (1 + OUTCOME_COLUMNS))
     return Cost(tuple(ops), received, _scratch(exchange, shape.rows, filters))
 
 
@@ -208,7 +208,7 @@ def cost_of_verifying(
         if exchange.name == "vocab":
             ops += _all_reduce(P, shape.drafts * (2 if drawn else 1))
             ops += _all_gather(P, PARTS * residuals)
-    ops += _settle(exchange, shape.holders * shape.requests * (K + 1 + VERIFIED_COLUMNS))
+    ops += _settle(exchange, shape.holders * shape.requests * (K + 1 + OUTCOME_COLUMNS))
     return Cost(tuple(ops), received, scratch)
 
 

@@ -191,9 +191,10 @@ class BatchExchange(Exchange):
 
     @profiled("gather")
     def settle(self, result_RW: Tensor, rows_P: list[int]) -> Tensor:
-        most = max(rows_P)
-        gathered = self.axis.all_gather(pad(result_RW, (0, 0, 0, most - result_RW.shape[0])))
-        return gathered.flatten(0, 1)
+        missing = max(rows_P) - result_RW.shape[0]
+        if missing > 0:
+            result_RW = pad(result_RW, (0, 0, 0, missing))
+        return self.axis.all_gather(result_RW).flatten(0, 1)
 
 
 class VocabExchange(Exchange):

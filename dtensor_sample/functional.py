@@ -99,11 +99,12 @@ def sample(
         local_Tv, table_T6 = (pad(x, (0, 0, 0, short)) for x in (local_Tv, table_T6))
         position_T = pad(position_T, (0, short))
     placed = chosen.place(local_Tv, rows_P, layout.width)
-    row_params = RowParams.unpack(chosen.own_rows(table_T6, rows_P))
-    position_R = chosen.own_rows(position_T, rows_P)
+    table_R6, position_R = (chosen.own_rows(x, rows_P) for x in (table_T6, position_T))
+    *columns, position_R = ops.row_params(table_R6, None, position_R, None, None)
+    row_params = RowParams(*columns)
     uniform_R = ops.uniform(row_params.seed, position_R, torch.zeros_like(position_R), TARGET)
-    drawn_R3, _ = draw(placed, row_params, uniform_R, batched.filters, chosen, layout.vocab_size)
-    return chosen.settle(drawn_R3, rows_P)[:rows, 0].view(layout.lead)
+    drawn_R5, _ = draw(placed, row_params, uniform_R, batched.filters, chosen, layout.vocab_size)
+    return chosen.settle(drawn_R5, rows_P)[:rows, 0].view(layout.lead)
 
 
 def sample_with_logprobs(

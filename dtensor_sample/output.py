@@ -5,11 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RESULT_COLUMNS = 3
-"""Integers of a drawn row: token id (-1 if none), number of NaN logits, whether it failed."""
-
-VERIFIED_COLUMNS = 4
-"""Integers of a verified request after its tokens: sampled, rejected, NaN logits, failed."""
+OUTCOME_COLUMNS = 4
+"""Integers of a request's result after its tokens: sampled, rejected, NaN logits, failed."""
 
 TOLD_COLUMNS = 4
 """Integers about a token besides given, likeliest and kept ones: its value, rank, how many tokens
@@ -73,22 +70,11 @@ class SamplerOutput:
     """What requests asked to be told of their tokens; None if none did."""
 
     @staticmethod
-    def of_verified(result_BW: Tensor) -> "SamplerOutput":
-        """The output of a verified step, from what `verify` yields in batch order."""
-        sampled_B, rejected_B, nans_B, failed_B = result_BW[:, -VERIFIED_COLUMNS:].unbind(1)
-        token_ids = result_BW[:, :-VERIFIED_COLUMNS]
+    def of_result(result_BW: Tensor, num_speculative_tokens: int) -> "SamplerOutput":
+        """The output of a step, from what `draw` or `verify` yield in batch order."""
+        token_ids = result_BW[:, :-OUTCOME_COLUMNS]
+        short = num_speculative_tokens + 1 - token_ids.shape[1]
+        if short > 0:  # one row a request, which might have had drafts
+            token_ids = torch.nn.functional.pad(token_ids, (0, short), value=-1)
+        sampled_B, rejected_B, nans_B, failed_B = result_BW[:, -OUTCOME_COLUMNS:].unbind(1)
         return SamplerOutput(token_ids, sampled_B, rejected_B, nans_B, failed_B != 0)
-
-    @staticmethod
-    def of_drawn(result_BW: Tensor, num_speculative_tokens: int) -> "SamplerOutput":
-        """The output of a step with one row a request, from what `draw` yields in batch order."""
-        token_B, nans_B, failed_B = result_BW.unbind(1)
-        return SamplerOutput(
-            token_ids=torch.nn.functional.pad(
-                token_B[:, None], (0, num_speculative_tokens), value=-1
-            ),
-            num_sampled=1 - failed_B,
-            num_rejected=torch.zeros_like(token_B),
-            num_nans=nans_B,
-            failed=failed_B != 0,
-        )

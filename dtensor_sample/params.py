@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dtensor_sample import check
 from dtensor_sample.ops.largest import TOP_P_ONE
+from dtensor_sample.ops.row_params import unpack
 from dtensor_sample.process import Processing
 from dtensor_sample.random import derive_seed
 
@@ -238,15 +239,7 @@ class RowParams(NamedTuple):
     @staticmethod
     def unpack(table: Tensor) -> "RowParams":
         """The columns of a packed table [R, 6], clamped to their ranges."""
-        scale, min_p, top_k, top_p, seed, greedy = table.unbind(1)
-        return RowParams(
-            scale.to(torch.int32).view(torch.float32),
-            min_p.to(torch.int32).view(torch.float32),
-            top_k.clamp(min=1),
-            top_p.clamp(0, TOP_P_ONE),
-            seed,
-            greedy != 0,
-        )
+        return RowParams(*unpack(table))
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtensor_sample import check, indices
+from dtensor_sample import check, indices, ops
 from dtensor_sample.choose import machine_of
 from dtensor_sample.cost import Cost, Shape, cost_of, cost_of_verifying, with_report
 from dtensor_sample.draft.admit import Lanes, best_first, locate
@@ -286,9 +286,16 @@ class ShardPlan:
             return self.state.positions[self.row_slots] + self.row_offsets
         return self.positions[self.row_requests] + self.row_offsets
 
-    def row_params(self) -> RowParams:
-        """The parameters of each local row."""
-        return RowParams.unpack(self.state.params_table[self.row_slots])
+    def row_params(self) -> tuple[RowParams, Tensor]:
+        """The parameters of each local row, and what `row_positions` returns."""
+        position_X, place_R = self.positions, self.row_requests
+        if position_X is None:
+            position_X, place_R = self.state.positions, self.row_slots
+        table = self.state.params_table
+        *params, position_R = ops.row_params(
+            table, self.row_slots, position_X, place_R, self.row_offsets
+        )
+        return RowParams(*params), position_R
 
     def select(self, hidden: Tensor) -> Tensor:
         """The hidden rows that need logits, in the order in which the exchange wants them.

@@ -353,14 +353,13 @@ class RejectionSampler:
         result_QW, row = run(
             target,
             drafts,
-            plan.row_params(),
-            plan.row_positions(),
+            *plan.row_params(),
             filters,
             plan.exchange,
             state.vocab_size,
             self.method,
         )
-        output = SamplerOutput.of_verified(plan.settle(result_QW))
+        output = SamplerOutput.of_result(plan.settle(result_QW), state.num_speculative_tokens)
         output = report(output, row, plan)  # before what it tells of has changed counts
         plan.finish(output)
         return output

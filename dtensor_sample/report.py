@@ -54,7 +54,7 @@ def report(output: SamplerOutput, row: Weighed, plan: ShardPlan) -> SamplerOutpu
     columns = _describe(
         row.at(index_N, told_N),
         told_N,
-        told_N & plan.row_params().greedy[index_N],
+        told_N & plan.row_params()[0].greedy[index_N],
         torch.where(told_N[:, None], ids_QJI.flatten(0, 1), -1),
         plan,
     )

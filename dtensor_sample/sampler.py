@@ -1,6 +1,5 @@
 """Sampling one token a row: the whole flow, written once for every place the vocabulary may lie."""
 
-import torch
 from torch import Tensor
 
 from dtensor_sample import check, ops
@@ -24,13 +23,13 @@ def draw(
     """Draw a token from each row.
 
     Returns:
-        [R, 3] int64: token id (-1: none is left, or it lies on another rank), NaN logits, failed;
-        and what it was drawn from.
+        [R, 5] int64, as `ops.answer` returns it, the token -1 also if it lies on another rank; and
+        what it was drawn from.
     """
     row = weigh(logits, params, filters, where, V)
     picked_R = row.pick(uniform_R, where, V) if filters.drawn else row.argmax_R
-    drawn_R3: Tensor = ops.answer(picked_R, row.argmax_R, row.nans_R, params.greedy)
-    return drawn_R3, row
+    drawn_R5: Tensor = ops.answer(picked_R, row.argmax_R, row.nans_R, params.greedy)
+    return drawn_R5, row
 
 
 class Sampler:
@@ -97,16 +96,16 @@ class Sampler:
             plan: the same one. Neither is checked again.
 
         Returns:
-            [R, 3] int64, for each row that this rank samples, padding too: its token id (-1: none
-            is left or, under "vocab", it lies on another rank), its NaN logits, and 1 if no token
-            was left; and what they were drawn from, for `gather` and nothing else.
+            [R, 5] int64, for each row that this rank samples, padding too: its token id (-1: none
+            is left or, under "vocab", it lies on another rank), how many tokens were sampled and
+            rejected, its NaN logits, and 1 if no token was left; and what they were drawn from, for
+            `gather` and nothing else.
         """
         filters = plan.filters
         if self.compiled:
             filters = filters.coarse(plan.exchange.whole)
-        params = plan.row_params()
-        first_R = torch.zeros_like(plan.row_offsets)
-        uniform_R = ops.uniform(params.seed, plan.row_positions(), first_R, TARGET)
+        params, position_R = plan.row_params()
+        uniform_R = ops.uniform(params.seed, position_R, plan.row_offsets, TARGET)  # these are 0
         run = self._draw if plan.slots else draw  # no rows: nothing worth compiling
         return run(rows, params, uniform_R, filters, plan.exchange, self.state.vocab_size)
 
@@ -120,8 +119,8 @@ class Sampler:
         Returns:
             What a call does; positions of the state advance, drafts that it kept are void.
         """
-        (drawn_R3, row), K = drawn, self.state.num_speculative_tokens
-        output = SamplerOutput.of_drawn(plan.settle(drawn_R3), K)
+        drawn_R5, row = drawn
+        output = SamplerOutput.of_result(plan.settle(drawn_R5), self.state.num_speculative_tokens)
         output = report(output, row, plan)  # before what it tells of has changed counts
         plan.finish(output)
         return output

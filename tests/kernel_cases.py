@@ -294,13 +294,24 @@ def numbers(device: str) -> Iterator[str]:
         if not torch.equal(got.cpu(), op(*args)):
             yield op.name
     x_RSv = torch.randn(4, 3, 50, generator=generator).bfloat16().transpose(1, 2)
-    cache_MW, rows_R = torch.zeros(5, 141).bfloat16().to(device), torch.tensor([3, -1, 0, 4])
+    cache_MW, first_R = torch.zeros(5, 141).bfloat16().to(device), torch.tensor([2, -1, 0, 3])
+    skipped_R = torch.tensor([False, False, True, False])
     run = ops.store if device == "cuda" else launcher("store")
-    run(cache_MW, rows_R.to(device), x_RSv.to(device))
+    run(cache_MW, first_R.to(device), 1, skipped_R.to(device), x_RSv.to(device))
     wanted_MW = torch.zeros(5, 141).bfloat16()
-    ops.store(wanted_MW, rows_R, x_RSv)
+    ops.store(wanted_MW, first_R, 1, skipped_R, x_RSv)
     if not torch.equal(cache_MW.cpu(), wanted_MW):
         yield "store"
+    table_M6 = torch.randint(-(1 << 40), 1 << 40, (300, 6), generator=generator)
+    table_M6[::3, 5] = 0
+    place_R = torch.randint(0, 300, (150,), generator=generator)
+    run = ops.row_params if device == "cuda" else launcher("row_params")
+    for own in ((place_R, place_R.flip(0), place_R * 2), (None, None, None)):
+        given = (table_M6, own[0], position, *own[1:])
+        on_device = (x if x is None else x.to(device) for x in given)
+        for a, b in zip(run(*on_device), ops.row_params(*given), strict=True):
+            if not torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)):
+                yield "row_params"
 
 
 def drafted(device: str, *, large: bool = False) -> Iterator[str]:

@@ -155,7 +155,7 @@ def test_more_ranks_cost_what_is_assumed():
 def us_between_nodes(P: int, node: int, bytes_per_us: float) -> float:
     """By hand: of every row an owner elsewhere gets this rank's columns; results come in copies."""
     logits = 4096 * (129_280 // P) * 2 / P * (P - node)
-    results = 3 * 8 * (4096 / P) * (P - node) / node
+    results = 5 * 8 * (4096 / P) * (P - node) / node
     return (logits + results) / bytes_per_us
 
 

@@ -217,7 +217,7 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         space, name = func._schema.name.split("::")
-        if space == "dtensor_sample" and name not in ("uniform", "answer", "aim"):
+        if space == "dtensor_sample" and name not in ("row_params", "uniform", "answer", "aim"):
             if name in ("probability", "chain", "store"):
                 return func(*args, **(kwargs or {}))
             self.rows[name].append(len(args[0]) if args[2] is None else len(args[2]))

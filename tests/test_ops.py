@@ -49,6 +49,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "tally": (*row, peak_R, V, True),
         "top": (*row[:4], V, 5),
         "lookup": (*row, zero_R, V),
+        "row_params": (torch.ones(5, 6, dtype=torch.int64), zero_R + 4, zero_R, zero_R, zero_R),
         "uniform": (zero_R, zero_R, zero_R, 0),
         "probability": (zero_R + 1, zero_R + 7),
         "chain": (ones_QK, ones_QK),
@@ -65,7 +66,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
             V,
         ),
         "confidence": (torch.randn(4, 6), torch.randn(6), zero_R + 5),
-        "store": (torch.zeros(4, V).bfloat16(), rows_R, x_NSv),
+        "store": (torch.zeros(4, V).bfloat16(), rows_R, 0, zero_R > 0, x_NSv),
     }
 
 

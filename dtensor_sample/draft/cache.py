@@ -223,16 +223,27 @@ class DraftCache:
                 del self._free[holder][block]
             self._kept[slot] = _Kept(holder, block, step + 1)
 
-    def write(self, logits: Logits, rows_R: Tensor, exchange: Exchange, width: int) -> None:
+    def write(
+        self,
+        logits: Logits,
+        first_R: Tensor,
+        step: int,
+        greedy_R: Tensor,
+        exchange: Exchange,
+        width: int,
+    ) -> None:
         """Keep draft logits on the device.
 
         Args:
             logits: R rows, as the exchange placed them.
-            rows_R: [R] int64, where each row goes; -1: nowhere.
+            first_R: [R] int64, where the first draft of each row's request lies; -1: nowhere.
+            step: which draft this is.
+            greedy_R: [R] bool, rows that are not kept.
             exchange: by which they are kept.
             width: of the whole logits, padding of the vocabulary included.
         """
-        store(self._viewed(logits, exchange.name, width).flatten(1), rows_R, logits.x_NSv)
+        memory_MW = self._viewed(logits, exchange.name, width).flatten(1)
+        store(memory_MW, first_R, step, greedy_R, logits.x_NSv)
 
     def forget(self, slots: Iterable[int]) -> None:
         """Invalidate the drafts of some slots, if they have any."""

@@ -68,18 +68,16 @@ class DraftSampler:
         step_R = torch.full_like(plan.row_slots, step)
         width, drafts_BK = draft_logits.shape[-1], state.slot_edits.drafted(plan)
         edited = process(rows, plan, width, drafts_BK=drafts_BK, count_R=step_R)
-        params, filters = plan.row_params(), plan.filters
+        (params, position_R), filters = plan.row_params(), plan.filters
         if self.greedy:
             params = params._replace(greedy=torch.ones_like(params.greedy))
             filters = filters_of([])
         if filters.drawn:
-            row_R = plan.row_draft_rows
-            row_R = torch.where(params.greedy | (row_R < 0), -1, row_R + step)
-            state.drafts.write(rows, row_R, plan.exchange, width)
-        position_R = plan.row_positions()
+            first_R = plan.row_draft_rows
+            state.drafts.write(rows, first_R, step, params.greedy, plan.exchange, width)
         uniform_R = ops.uniform(params.seed, position_R, step_R, DRAFT)
-        drawn_R3, _ = draw(edited, params, uniform_R, filters, plan.exchange, state.vocab_size)
-        token_B = plan.settle(drawn_R3)[:, 0]
+        drawn_R5, _ = draw(edited, params, uniform_R, filters, plan.exchange, state.vocab_size)
+        token_B = plan.settle(drawn_R5)[:, 0]
         state.slot_edits.remember(plan, token_B, step)
         state.on_host(plan, partial(self._keep, step=step))  # now that they are
         return token_B

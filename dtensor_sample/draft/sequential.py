@@ -292,7 +292,7 @@ class SequentialDraftSampler:
         What they are drawn from is kept as under the exchange `keeping`.
         """
         state, where, K, V = self.state, plan.exchange, self.K, self.state.vocab_size
-        Q, params, filters = before_Q.shape[0], plan.row_params(), plan.filters
+        Q, (params, position_Q), filters = before_Q.shape[0], plan.row_params(), plan.filters
         base_QKSv = rows.x_NSv.unflatten(0, (Q, K))
         floor_KQ = self._floors(rows, plan)
         right, W = self.head.right, V
@@ -300,9 +300,7 @@ class SequentialDraftSampler:
             W = rows.x_NSv.shape[2]
             right = self.head.columns(state.axis, -(-width // state.axis.size))
         step_KQ = torch.arange(K, device=before_Q.device)[:, None].expand(K, Q).contiguous()
-        kept_Q = ~params.greedy & (plan.row_draft_rows >= 0)
-        row_KQ = torch.where(kept_Q, plan.row_draft_rows + step_KQ, -1)
-        counters = (x.expand(K, Q).flatten() for x in (params.seed, plan.row_positions(), step_KQ))
+        counters = (x.expand(K, Q).flatten() for x in (params.seed, position_Q, step_KQ))
         uniform_KQ = ops.uniform(*counters, DRAFT).view(K, Q)
         token_QK = torch.full((Q, K), -1, device=before_Q.device)
         for k in range(K):
@@ -311,10 +309,11 @@ class SequentialDraftSampler:
             x_QW = ops.markov(base_QKSv[:, k], floor_Q, before_Q, *factors)
             logits = Logits(x_QW[:, None], rows.first_id_S[:1])
             if filters.drawn:
-                state.drafts.write(logits, row_KQ[k], keeping, width)
+                first_Q = plan.row_draft_rows
+                state.drafts.write(logits, first_Q, k, params.greedy, keeping, width)
             edited = process(logits, plan, width, own_drafts_RK=token_QK, count_R=step_KQ[k])
-            drawn_Q3, _ = draw(edited, params, uniform_KQ[k], filters, where, V)
-            before_Q = where.found(drawn_Q3[:, 0])
+            drawn_Q5, _ = draw(edited, params, uniform_KQ[k], filters, where, V)
+            before_Q = where.found(drawn_Q5[:, 0])
             token_QK[:, k] = before_Q
         return token_QK
 

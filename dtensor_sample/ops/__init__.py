@@ -21,6 +21,7 @@ from dtensor_sample.ops.residual import (
     residual_mass,
     residual_pick,
 )
+from dtensor_sample.ops.row_params import row_params
 from dtensor_sample.ops.store import store
 from dtensor_sample.ops.tally import tally
 from dtensor_sample.ops.top import top, unpack_top
@@ -54,6 +55,7 @@ __all__ = [
     "read",
     "residual_mass",
     "residual_pick",
+    "row_params",
     "store",
     "tally",
     "top",

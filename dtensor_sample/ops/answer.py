@@ -1,4 +1,4 @@
-"""What a drawn row reports."""
+"""What a drawn row reports: the columns of a request's result, see `SamplerOutput`."""
 
 import torch
 from torch import Tensor
@@ -18,15 +18,17 @@ def answer(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor)
         greedy_R: [R] bool, rows that take the largest value.
 
     Returns:
-        [R, 3] int64: the token, the NaN logits, and 1 where no token was left.
+        [R, 5] int64: the token, how many were sampled (0 where none was left, else 1) and rejected
+        (0), the NaN logits, and 1 where no token was left.
     """
     token_R = torch.where(greedy_R, argmax_R, picked_R)
-    return torch.stack([token_R, nans_R, (argmax_R < 0).to(torch.int64)], 1)
+    failed_R = (argmax_R < 0).to(torch.int64)
+    return torch.stack([token_R, 1 - failed_R, torch.zeros_like(nans_R), nans_R, failed_R], 1)
 
 
 @answer.register_fake
 def _(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor) -> Tensor:
-    return picked_R.new_empty((picked_R.shape[0], 3))
+    return picked_R.new_empty((picked_R.shape[0], 5))
 
 
 shard_like(torch.ops.dtensor_sample.answer.default, "row", "row row row row")

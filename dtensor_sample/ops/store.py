@@ -6,19 +6,21 @@ from dtensor_sample.ops.define import define
 
 
 @define("store", mutates=["cache_MW"])
-def store(cache_MW: Tensor, rows_R: Tensor, x_RSv: Tensor) -> None:
+def store(cache_MW: Tensor, first_R: Tensor, step: int, skipped_R: Tensor, x_RSv: Tensor) -> None:
     """Write the first W columns of each row of logits into a row of a cache.
 
     Args:
         cache_MW: [M, W], written in place.
-        rows_R: [R] int64, distinct rows of the cache; -1 writes nothing.
+        first_R: [R] int64, rows of the cache, distinct with `step` added; -1 writes nothing.
+        step: how many rows further each is written.
+        skipped_R: [R] bool, rows that write nothing either.
         x_RSv: [R, S, v] logits of the cache's dtype, any strides; S * v >= W.
     """
-    written_R = rows_R >= 0
+    written_R = (first_R >= 0) & ~skipped_R
     flat_RW = x_RSv.flatten(1)[:, : cache_MW.shape[1]]
-    cache_MW[rows_R[written_R]] = flat_RW[written_R]
+    cache_MW[first_R[written_R] + step] = flat_RW[written_R]
 
 
 @store.register_fake
-def _(cache_MW: Tensor, rows_R: Tensor, x_RSv: Tensor) -> None:
+def _(cache_MW: Tensor, first_R: Tensor, step: int, skipped_R: Tensor, x_RSv: Tensor) -> None:
     return None

@@ -13,7 +13,7 @@ import torch
 
 _MODULES = {
     "aim": "pick",
-    "answer": "uniform",
+    "answer": "rows",
     "chain": "residual",
     "confidence": "confidence",
     "cut": "largest",
@@ -27,10 +27,11 @@ _MODULES = {
     "probability": "residual",
     "residual_mass": "residual",
     "residual_pick": "pick",
+    "row_params": "rows",
     "store": "store",
     "tally": "tally",
     "top": "top",
-    "uniform": "uniform",
+    "uniform": "rows",
     "weigh": "whole",
 }
 """In which module of this package the kernel of each op is, under the op's name."""
