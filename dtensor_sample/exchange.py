@@ -63,12 +63,6 @@ class Logits(NamedTuple):
         rounded = bool(self.edits) and Edits(*self.edits).rounded
         return torch.float32 if rounded else self.x_NSv.dtype
 
-    def at(self, index_Q: Tensor, wanted_Q: Tensor) -> "Logits":
-        """Row `index` for each of Q where it is wanted, a row without tokens elsewhere."""
-        row_Q = index_Q if self.rows_R is None else self.rows_R[index_Q]
-        edits = Edits(*self.edits).at(index_Q) if self.edits else ()
-        return Logits(self.x_NSv, self.first_id_S, torch.where(wanted_Q, row_Q, -1), edits)
-
 
 @dataclass(frozen=True)
 class Axis:

@@ -14,6 +14,7 @@ from torch import Tensor
 from dtensor_sample import ops
 from dtensor_sample.exchange import HERE, Exchange, Logits
 from dtensor_sample.ops.define import define
+from dtensor_sample.ops.edits import Edits
 from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.profile import profiled
 from dtensor_sample.threshold import threshold
@@ -61,8 +62,10 @@ class Weighed(NamedTuple):
 
     def at(self, index_Q: Tensor, wanted_Q: Tensor) -> "Weighed":
         """Row `index` for each of Q where it is wanted, a row without tokens elsewhere."""
-        rows = self.logits.at(index_Q, wanted_Q)
-        return Weighed(rows, *(field[index_Q] for field in self[1:]))
+        x_NSv, first_id_S, rows_R, edits = self.logits
+        row_Q, *fields = ops.take(index_Q, wanted_Q, rows_R, *self[1:])
+        own = Edits(*edits).at(index_Q) if edits else ()
+        return Weighed(Logits(x_NSv, first_id_S, row_Q, own), *fields)
 
 
 @profiled("threshold")
@@ -99,16 +102,15 @@ def _stages(
     vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `Weighed` holds of rows, one small exchange after another."""
-    peaks_RP, nans_RP = where.segments(ops.peak(*logits, vocab_size)).unbind(2)
-    peak_R, argmax_R = ops.unpack_peak(peaks_RP.amax(1))
-    floor_R = peak_R + min_p_R
+    peaks_RP2 = where.segments(ops.peak(*logits, vocab_size))
+    peak_R, floor_R, argmax_R, nans_R = ops.join_peaks(peaks_RP2, min_p_R)
     if not filters.drawn:
-        return peak_R, floor_R, peaks_RP.new_empty((*peaks_RP.shape, 0)), argmax_R, nans_RP.sum(1)
+        return peak_R, floor_R, argmax_R.new_empty((*peaks_RP2.shape[:2], 0)), argmax_R, nans_R
     if filters.top_k or filters.top_p:
         wanted = (scale_R, top_k_R, top_p_R)
         floor_R = threshold(logits, peak_R, floor_R, *wanted, filters, where, vocab_size)
     mass_RPC = where.segments(ops.mass(*logits, peak_R, floor_R, scale_R, vocab_size))
-    return peak_R, floor_R, mass_RPC, argmax_R, nans_RP.sum(1)
+    return peak_R, floor_R, mass_RPC, argmax_R, nans_R
 
 
 @define("weigh")

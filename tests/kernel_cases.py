@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from dtensor_sample import ops, weigh
 from dtensor_sample.ops.edits import Edits
 from dtensor_sample.ops.kernels import launcher
+from dtensor_sample.ops.peak import pack_value
 
 FILTERS = ((False, False), (True, False), (False, True), (True, True))
 TOP_K_OFF, TOP_P_OFF = 1 << 62, 1 << 31
@@ -302,16 +303,45 @@ def numbers(device: str) -> Iterator[str]:
     ops.store(wanted_MW, first_R, 1, skipped_R, x_RSv)
     if not torch.equal(cache_MW.cpu(), wanted_MW):
         yield "store"
+    yield from few_numbers(device, generator)
+
+
+def few_numbers(device: str, generator: torch.Generator) -> Iterator[str]:
+    """Names of ops on a few numbers a row, several of them, whose results differ."""
+    position, argmax = torch.randint(-(1 << 63), (1 << 63) - 1, (2, 300), generator=generator)
     table_M6 = torch.randint(-(1 << 40), 1 << 40, (300, 6), generator=generator)
     table_M6[::3, 5] = 0
     place_R = torch.randint(0, 300, (150,), generator=generator)
-    run = ops.row_params if device == "cuda" else launcher("row_params")
-    for own in ((place_R, place_R.flip(0), place_R * 2), (None, None, None)):
-        given = (table_M6, own[0], position, *own[1:])
-        on_device = (x if x is None else x.to(device) for x in given)
-        for a, b in zip(run(*on_device), ops.row_params(*given), strict=True):
+    values_RS = torch.randn(300, 3, generator=generator).round()
+    values_RS[::7] = -torch.inf
+    ids_RS = torch.randint(0, 1 << 31, (300, 3), generator=generator)
+    nans_RS = torch.randint(0, 9, (300, 3), generator=generator)
+    packed_RS2 = torch.stack([pack_value(values_RS, ids_RS), nans_RS], 2)
+    by_segment_RS2 = packed_RS2.transpose(0, 1).contiguous().transpose(0, 1)
+    min_p_R = -torch.rand(300, generator=generator)
+    mass_RPC = torch.randint(0, 1 << 60, (3, 300, ops.PARTS), generator=generator).transpose(0, 1)
+    fields = (values_RS[:, 0], values_RS[:, 1], min_p_R, mass_RPC, position, argmax)
+    wanted_Q = place_R % 3 > 0
+    for op, *given in (
+        (ops.row_params, table_M6, place_R, position, place_R.flip(0), place_R * 2),
+        (ops.row_params, table_M6, None, position, None, None),
+        (ops.join_peaks, packed_RS2, min_p_R),
+        (ops.join_peaks, by_segment_RS2, min_p_R),
+        (ops.take, place_R, wanted_Q, argmax, *fields),
+        (ops.take, place_R, wanted_Q, None, *fields[:3], mass_RPC[..., :0], *fields[4:]),
+    ):
+        run = op if device == "cuda" else launcher(op.name)
+        # As logits are, in strides of their own.
+        found = run(*(x if x is None else on(device, x) for x in given))
+        for a, b in zip(found, op(*given), strict=True):
             if not torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)):
-                yield "row_params"
+                yield op.name
+
+
+def on(device: str, x: Tensor) -> Tensor:
+    """A tensor on a device, with its strides."""
+    moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return moved.copy_(x)
 
 
 def drafted(device: str, *, large: bool = False) -> Iterator[str]:

@@ -91,7 +91,8 @@ def ops_on_dtensors(mesh, dtype: torch.dtype) -> list[str]:
     x = torch.randn(rows, ranks, width, generator=generator).to(dtype).to(device)
     x[0, 0, 2], x[1] = torch.nan, -torch.inf
     first = torch.arange(ranks, device=device) * width
-    peak, _ = ops.unpack_peak(ops.peak(x, first, None, (), vocab_size)[..., 0].amax(1))
+    peaks = ops.peak(x, first, None, (), vocab_size)
+    peak, *_ = ops.join_peaks(peaks, torch.full((rows,), -torch.inf, device=device))
     floor = peak - torch.rand(rows, generator=generator).to(device) * 3
     scale = torch.full((rows,), 1.7, device=device)
     mass = ops.mass(x, first, None, (), peak, floor, scale, vocab_size)

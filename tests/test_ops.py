@@ -35,6 +35,16 @@ def arguments() -> dict[str, tuple[object, ...]]:
     ones_QK = torch.ones(4, 2, dtype=torch.int64)
     return {
         "peak": (*row[:4], V),
+        "join_peaks": ((zero_R + (1 << 62)).expand(2, 3, 4).permute(2, 1, 0), peak_R),
+        "take": (
+            torch.tensor([3, 0, 3]),
+            torch.tensor([True, False, True]),
+            rows_R,
+            *row[4:],
+            torch.ones(3, 4, ops.PARTS, dtype=torch.int64).transpose(0, 1),
+            zero_R,
+            zero_R,
+        ),
         "histogram": (*row, zero_R, V, 0, True),
         "largest": (*row[:4], V, 4),
         "cut": (torch.zeros(4, 3, 5, dtype=torch.int32), *row[4:], *shape[2:], V),

@@ -11,7 +11,7 @@ from dtensor_sample.ops.lookup import lookup
 from dtensor_sample.ops.markov import markov, quantized
 from dtensor_sample.ops.mass import mass
 from dtensor_sample.ops.parts import PARTS
-from dtensor_sample.ops.peak import peak, unpack_peak
+from dtensor_sample.ops.peak import join_peaks, peak
 from dtensor_sample.ops.pick import pick
 from dtensor_sample.ops.read import read, unpack_read
 from dtensor_sample.ops.residual import (
@@ -23,6 +23,7 @@ from dtensor_sample.ops.residual import (
 )
 from dtensor_sample.ops.row_params import row_params
 from dtensor_sample.ops.store import store
+from dtensor_sample.ops.take import take
 from dtensor_sample.ops.tally import tally
 from dtensor_sample.ops.top import top, unpack_top
 from dtensor_sample.ops.uniform import uniform
@@ -42,6 +43,7 @@ __all__ = [
     "entropy",
     "fraction",
     "histogram",
+    "join_peaks",
     "key_value",
     "largest",
     "log_probability",
@@ -57,11 +59,11 @@ __all__ = [
     "residual_pick",
     "row_params",
     "store",
+    "take",
     "tally",
     "top",
     "uniform",
     "units",
-    "unpack_peak",
     "unpack_read",
     "unpack_top",
 ]

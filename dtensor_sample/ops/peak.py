@@ -16,7 +16,8 @@ from dtensor_sample.ops.values import (
 )
 
 _ID_BITS = 31
-_LAST_ID = (1 << _ID_BITS) - 1
+LAST_ID = (1 << _ID_BITS) - 1
+"""The largest id that a packed peak has room for."""
 
 
 @define("peak")
@@ -57,13 +58,38 @@ def _(
 
 def pack_value(value: Tensor, ids: Tensor) -> Tensor:
     """Values and ids as int64 that order by value, equal ones by the lower id."""
-    return ordered_keys(value) << _ID_BITS | _LAST_ID - ids.clamp(max=_LAST_ID)
+    return ordered_keys(value) << _ID_BITS | LAST_ID - ids.clamp(max=LAST_ID)
 
 
 def unpack_peak(packed_R: Tensor) -> tuple[Tensor, Tensor]:
     """(value float32, id int64) of packed peaks; id -1 and value -inf where a row has no token."""
     value_R = from_ordered_keys(packed_R >> _ID_BITS)
-    return value_R, torch.where(value_R > -torch.inf, _LAST_ID - (packed_R & _LAST_ID), -1)
+    return value_R, torch.where(value_R > -torch.inf, LAST_ID - (packed_R & LAST_ID), -1)
+
+
+@define("join_peaks")
+def join_peaks(peaks_RS2: Tensor, min_p_R: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the peaks of all segments say of each row.
+
+    Args:
+        peaks_RS2: [R, S, 2] int64, as `peak` returns it, any strides.
+        min_p_R: [R] float32, see `RowParams`.
+
+    Returns:
+        [R] float32 peaks, -inf without a token, and min-p's thresholds; [R] int64 argmaxes, -1
+        without a token, and NaN counts.
+    """
+    packed_RS, nans_RS = peaks_RS2.unbind(2)
+    peak_R, argmax_R = unpack_peak(packed_RS.amax(1))
+    return peak_R, peak_R + min_p_R, argmax_R, nans_RS.sum(1)
+
+
+@join_peaks.register_fake
+def _(peaks_RS2: Tensor, min_p_R: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    peak_R, floor_R = torch.empty_like(min_p_R), torch.empty_like(min_p_R)
+    argmax_R, nans_R = (peaks_RS2.new_empty(peaks_RS2.shape[0]) for _ in range(2))
+    return peak_R, floor_R, argmax_R, nans_R
 
 
 shard_like(torch.ops.dtensor_sample.peak.default, "row_segment", "logits segment - - -")
+shard_like(torch.ops.dtensor_sample.join_peaks.default, "row row row row", "row row")

@@ -1,4 +1,4 @@
-"""What rows take from their requests, their uniform integers, and what they report."""
+"""A few numbers a row: of its request, uniform integers, peaks, what it reports, and copies."""
 
 import torch
 import triton
@@ -7,8 +7,12 @@ from torch import Tensor
 
 from dtensor_sample.ops.kernels.values import SIZES
 from dtensor_sample.ops.largest import TOP_P_ONE
+from dtensor_sample.ops.peak import LAST_ID
 
 _ROWS = 128
+_FEW_ROWS = 8
+_INF = tl.constexpr(float("inf"))
+_LAST_ID = tl.constexpr(LAST_ID)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -119,6 +123,87 @@ def _answer_kernel(
     tl.store(answer + 4, failed, mask=exists)
 
 
+@triton.jit(do_not_specialize=SIZES)
+def _join_peaks_kernel(
+    packed_ptr,  # [R, S, 2] int64
+    row_stride,
+    segment_stride,
+    min_p_ptr,  # [R] float32
+    peak_ptr,  # out: [R] float32
+    floor_ptr,  # out: [R] float32
+    argmax_ptr,  # out: [R] int64
+    nans_ptr,  # out: [R] int64
+    rows,  # R
+    segments,  # S
+    ALL_SEGMENTS: tl.constexpr,  # S, rounded up to a power of two
+    ROWS: tl.constexpr,  # rows of a program
+):
+    """The largest of a row's packed peaks, unpacked, and the sum of its NaN counts.
+
+    Example: segments whose peaks are 7.0 at id 3 and 7.0 at id 9 give 7.0 at id 3.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    segment = tl.arange(0, ALL_SEGMENTS)[None, :]
+    exists = (row < rows)[:, None] & (segment < segments)
+    entry = packed_ptr + row[:, None] * row_stride + segment.to(tl.int64) * segment_stride
+    packed = tl.max(tl.load(entry, mask=exists, other=0), 1)
+    nans = tl.sum(tl.load(entry + 1, mask=exists, other=0), 1)
+    key = packed >> 31
+    bits = tl.where(key >= 1 << 31, key - (1 << 31), -1 - key)
+    peak = bits.to(tl.int32).to(tl.float32, bitcast=True)
+    argmax = tl.where(peak > -_INF, _LAST_ID - (packed & _LAST_ID), -1)
+    own = row < rows
+    tl.store(peak_ptr + row, peak, mask=own)
+    tl.store(floor_ptr + row, peak + tl.load(min_p_ptr + row, mask=own, other=0.0), mask=own)
+    tl.store(argmax_ptr + row, argmax, mask=own)
+    tl.store(nans_ptr + row, nans, mask=own)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _take_kernel(
+    index_ptr,  # [Q] int64
+    wanted_ptr,  # [Q] bool
+    rows_ptr,  # [R] int64, or unused
+    peak_ptr,  # [R] float32
+    floor_ptr,  # [R] float32
+    scale_ptr,  # [R] float32
+    mass_ptr,  # [R, P, C] int64
+    row_stride,
+    segment_stride,
+    argmax_ptr,  # [R] int64
+    nans_ptr,  # [R] int64
+    taken_ptr,  # out: [Q] int64
+    taken_peak_ptr,  # out: [Q] float32, and so on
+    taken_floor_ptr,
+    taken_scale_ptr,
+    taken_mass_ptr,  # out: [Q, P, C]
+    taken_argmax_ptr,
+    taken_nans_ptr,
+    parts,  # P * C
+    PARTS: tl.constexpr,  # C, or 1 without any
+    ALL_PARTS: tl.constexpr,  # P * C, rounded up to a power of two
+):
+    """One row of all fields.
+
+    Example: index 5 that is not wanted takes the fields of row 5, and lies nowhere.
+    """
+    to = tl.program_id(0).to(tl.int64)
+    row = tl.load(index_ptr + to)
+    source = row
+    if rows_ptr is not None:
+        source = tl.load(rows_ptr + row)
+    tl.store(taken_ptr + to, tl.where(tl.load(wanted_ptr + to) != 0, source, -1))
+    tl.store(taken_peak_ptr + to, tl.load(peak_ptr + row))
+    tl.store(taken_floor_ptr + to, tl.load(floor_ptr + row))
+    tl.store(taken_scale_ptr + to, tl.load(scale_ptr + row))
+    tl.store(taken_argmax_ptr + to, tl.load(argmax_ptr + row))
+    tl.store(taken_nans_ptr + to, tl.load(nans_ptr + row))
+    part = tl.arange(0, ALL_PARTS)
+    entry = mass_ptr + row * row_stride + (part // PARTS).to(tl.int64) * segment_stride
+    mass = tl.load(entry + part % PARTS, mask=part < parts, other=0)
+    tl.store(taken_mass_ptr + to * parts + part, mass, mask=part < parts)
+
+
 def row_params(
     table_M6: Tensor,
     row_R: Tensor | None,
@@ -145,6 +230,71 @@ def row_params(
             ROWS=_ROWS,
         )
     return found
+
+
+def join_peaks(peaks_RS2: Tensor, min_p_R: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The kernel of `ops.join_peaks`."""
+    R, S, _ = peaks_RS2.shape
+    if peaks_RS2.stride(2) != 1:
+        peaks_RS2 = peaks_RS2.contiguous()
+    peak_R, floor_R = (min_p_R.new_empty(R) for _ in range(2))
+    argmax_R, nans_R = (peaks_RS2.new_empty(R) for _ in range(2))
+    if R > 0:
+        _join_peaks_kernel[(triton.cdiv(R, _FEW_ROWS),)](
+            peaks_RS2,
+            *peaks_RS2.stride()[:2],
+            min_p_R.contiguous(),
+            peak_R,
+            floor_R,
+            argmax_R,
+            nans_R,
+            R,
+            S,
+            ALL_SEGMENTS=triton.next_power_of_2(S),
+            ROWS=_FEW_ROWS,
+            num_warps=1,
+        )
+    return peak_R, floor_R, argmax_R, nans_R
+
+
+def take(
+    index_Q: Tensor,
+    wanted_Q: Tensor,
+    rows_R: Tensor | None,
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    mass_RPC: Tensor,
+    argmax_R: Tensor,
+    nans_R: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The kernel of `ops.take`."""
+    Q, (P, C) = index_Q.shape[0], mass_RPC.shape[1:]
+    if C > 0 and mass_RPC.stride(2) != 1:
+        mass_RPC = mass_RPC.contiguous()
+    taken_Q, argmax_Q, nans_Q = (index_Q.new_empty(Q) for _ in range(3))
+    peak_Q, floor_Q, scale_Q = (peak_R.new_empty(Q) for _ in range(3))
+    mass_QPC = index_Q.new_empty((Q, P, C))
+    taken = (taken_Q, peak_Q, floor_Q, scale_Q, mass_QPC, argmax_Q, nans_Q)
+    if Q > 0:
+        _take_kernel[(Q,)](
+            index_Q.contiguous(),
+            wanted_Q.contiguous(),
+            rows_R,
+            peak_R.contiguous(),
+            floor_R.contiguous(),
+            scale_R.contiguous(),
+            mass_RPC,
+            *mass_RPC.stride()[:2],
+            argmax_R.contiguous(),
+            nans_R.contiguous(),
+            *taken,
+            P * C,
+            PARTS=max(C, 1),
+            ALL_PARTS=triton.next_power_of_2(max(P * C, 1)),
+            num_warps=1,
+        )
+    return taken
 
 
 def uniform(seed_R: Tensor, position_R: Tensor, offset_R: Tensor, stream: int) -> Tensor:

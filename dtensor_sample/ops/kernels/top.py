@@ -14,12 +14,12 @@ from torch import Tensor
 from dtensor_sample.ops.edits import Edits
 from dtensor_sample.ops.kernels.edits import edit_arguments, fetch
 from dtensor_sample.ops.kernels.values import SIZES, segment_count, source_row
-from dtensor_sample.ops.peak import pack_value
+from dtensor_sample.ops.peak import LAST_ID, pack_value
 from dtensor_sample.ops.top import top_by_rows
 from dtensor_sample.ops.values import count_rows, values_at
 
 _INF = tl.constexpr(float("inf"))
-_LAST_ID = tl.constexpr(0x7FFFFFFF)
+_LAST_ID = tl.constexpr(LAST_ID)
 _BLOCK = 128
 """Columns of a block."""
 _BLOCKS = 16
