@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import pad
 
 from dtensor_sample import check, ops
 from dtensor_sample.compiled import compiled
@@ -28,7 +27,7 @@ from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.plan import ShardPlan, check_plan
 from dtensor_sample.process import TokenBitmask, process
 from dtensor_sample.profile import profiled
-from dtensor_sample.random import COIN, RECOVERY, TARGET, scaled
+from dtensor_sample.random import TARGET
 from dtensor_sample.report import report
 from dtensor_sample.state import SamplingState
 from dtensor_sample.weigh import Weighed, weigh
@@ -37,35 +36,25 @@ METHODS = ("standard", "block")
 
 
 class Drafts(NamedTuple):
-    """Draft tokens of the Q requests here, up to K each: as a grid [Q, K], and the G that exist.
+    """Draft tokens of the Q requests here, up to K each: as a grid, and as a list of G.
 
-    Scalars of drafts lie in the grid. What is read or written by vocabulary is not: it is listed
-    without the places of the grid that no draft takes.
+    See `ops.arrange` for all but the last field.
     """
 
     row_QJ: Tensor
-    """[Q, K + 1] int64: the local row of target logits of each place in a request."""
     count_Q: Tensor
-    """[Q] int64: rows of each request; 0 for padding."""
     token_QK: Tensor
-    """[Q, K] int64: draft tokens; one that is no id of the vocabulary ends the block."""
     place_QK: Tensor
-    """[Q, K] int64 in [0, G]: where each draft is listed; G: there is no such draft."""
+    drawn_Q: Tensor
     row_G: Tensor
-    """[G] int64: the local row of target logits that judges a draft; -1 for padding."""
-    drawn_QK: Tensor
-    """[Q, K] bool: drawn from draft logits; otherwise one-hot."""
+    token_G: Tensor
     logits: Logits | None
     """Draft logits of the G drafts; row -1 where none were kept. None: all are one-hot."""
 
-    def listed(self, x_QK: Tensor) -> Tensor:
-        """Entries of a grid -> [G] those of the drafts; -1 for padding."""
-        listed_G = x_QK.new_full((self.row_G.shape[0] + 1,), -1)
-        return listed_G.scatter(0, self.place_QK.flatten(), x_QK.flatten())[:-1]
-
-    def grid(self, x_G: Tensor) -> Tensor:
-        """The inverse of `listed`: [Q, K], 0 where there is no draft."""
-        return pad(x_G, (0, 1))[self.place_QK]
+    @property
+    def size(self) -> int:
+        """G."""
+        return self.row_G.shape[0]
 
 
 class Places(NamedTuple):
@@ -75,6 +64,10 @@ class Places(NamedTuple):
     """The target's distributions."""
     q: Weighed
     """The drafts', without tokens where they are one-hot."""
+    total_G: Tensor
+    """int64, the weight of each row of p."""
+    draft_total_G: Tensor
+    """int64, of q."""
     one_hot_G: Tensor
     """int64, the id of which q is 1; -1 where it was drawn."""
     ratio_G: Tensor
@@ -85,8 +78,8 @@ class Places(NamedTuple):
         """The leading arguments of the residual ops."""
         p, q = self.p, self.q
         x_MSw, _, rows_G, edits = q.logits
-        draft = (x_MSw, rows_G, edits, q.peak_R, q.floor_R, q.scale_R, q.total_R)
-        return (*p.args, p.total_R, self.ratio_G, *draft, self.one_hot_G)
+        draft = (x_MSw, rows_G, edits, q.peak_R, q.floor_R, q.scale_R, self.draft_total_G)
+        return (*p.args, self.total_G, self.ratio_G, *draft, self.one_hot_G)
 
     def spare(self, where: Exchange, V: int) -> Tensor:
         """[G, P, PARTS] int64: the residual mass of each part of the vocabulary."""
@@ -95,7 +88,7 @@ class Places(NamedTuple):
     def at(self, index_Q: Tensor, wanted_Q: Tensor) -> "Places":
         """Place `index` for each of Q where it is wanted, one without tokens elsewhere."""
         p, q = (row.at(index_Q, wanted_Q) for row in (self.p, self.q))
-        return Places(p, q, self.one_hot_G[index_Q], self.ratio_G[index_Q])
+        return Places(p, q, *(field[index_Q] for field in self[2:]))
 
 
 @profiled("verify")
@@ -115,154 +108,102 @@ def verify(
         [Q, K + 5] int64: K + 1 tokens or -1, then num_sampled, num_rejected, NaN logits, failed;
         and the target's distributions.
     """
-    row_QJ, count_Q, token_QK = drafts[:3]
-    step_J = torch.arange(row_QJ.shape[1], device=row_QJ.device)
     p = weigh(target, params, filters, where, V)
-    argmax_QJ = p.argmax_R[row_QJ]
-
-    # A block ends at the first draft that is no token, or whose p has none. Greedy requests accept
-    # what they would have taken themselves.
-    usable_QK = (token_QK >= 0) & (token_QK < V) & (step_J[1:] < count_Q[:, None])
-    usable_QK &= argmax_QJ[:, :-1] >= 0
-    accepted_Q = _leading(usable_QK & (token_QK == argmax_QJ[:, :-1]))
-    token_Q = argmax_QJ.gather(1, accepted_Q[:, None])[:, 0]
+    row_QJ, count_Q, token_QK, place_QK = drafts[:4]
+    rows, grid = (p.argmax_R, params.greedy), (row_QJ, count_Q, token_QK)
+    usable_QK, usable_G, exact_Q = ops.usable(*rows, *grid, place_QK, drafts.size, V)
+    accepted_Q, token_Q = exact_Q, exact_Q
     if filters.drawn:
-        shape = (params, position_R, filters, where, V)
-        drawn_Q2 = _judge(p, drafts, usable_QK, *shape, method)
-        greedy_Q = params.greedy[row_QJ[:, 0]]
-        accepted_Q = torch.where(greedy_Q, accepted_Q, drawn_Q2[:, 0])
-        token_Q = torch.where(greedy_Q, token_Q, drawn_Q2[:, 1])
-
-    tokens_QJ = torch.where(step_J < accepted_Q[:, None], pad(token_QK, (0, 1), value=-1), -1)
-    tokens_QJ = torch.where(step_J == accepted_Q[:, None], token_Q[:, None], tokens_QJ)
-    nans_Q = (p.nans_R[row_QJ] * (step_J < count_Q[:, None])).sum(1)
-    failed_Q = (argmax_QJ.gather(1, accepted_Q[:, None])[:, 0] < 0).to(torch.int64)
-    counts = (accepted_Q + 1 - failed_Q, count_Q - 1 - accepted_Q, nans_Q, failed_Q)
-    return torch.cat([tokens_QJ, torch.stack(counts, 1)], 1), p
+        of_rows = (params, position_R, filters, where, V)
+        accepted_Q, token_Q = _judge(p, drafts, usable_QK, usable_G, *of_rows, method)
+    numbers = (p.argmax_R, p.nans_R, params.greedy)
+    result_QW: Tensor = ops.emit(accepted_Q, token_Q, exact_Q, *numbers, *grid)
+    return result_QW, p
 
 
 def _judge(
     p: Weighed,
     drafts: Drafts,
     usable_QK: Tensor,
+    usable_G: Tensor,
     params: RowParams,
     position_R: Tensor,
     filters: Filters,
     where: Exchange,
     V: int,
     method: str,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Judge the drafts of requests that are not greedy by coins, and draw what follows them.
 
     Returns:
-        [Q, 2] int64: how many drafts are accepted, and the token after them (-1 if it is not here).
+        [Q] int64 how many drafts are accepted, and [Q] int64 the token after them (-1 if it is not
+        here).
     """
-    row_QJ = drafts.row_QJ
-    Q, K = drafts.token_QK.shape
-    start_Q, seed_Q, greedy_Q = (x[row_QJ[:, 0]] for x in (position_R, params.seed, params.greedy))
-    first_Q = torch.zeros_like(start_Q)
-    if drafts.row_G.shape[0] == 0:
-        whole = p.at(row_QJ[:, 0], ~greedy_Q)
-        uniform_Q = ops.uniform(seed_Q, start_Q, first_Q, TARGET)
-        return torch.stack([first_Q, whole.pick(uniform_Q, where, V)], 1)
+    row_QJ, place_QK, G = drafts.row_QJ, drafts.place_QK, drafts.size
+    seed_position = params.seed, position_R
+    greedy_Q = params.greedy[row_QJ[:, 0]]
+    if G == 0:
+        first_Q = row_QJ[:, 0]
+        first = tuple(x_R[first_Q] for x_R in seed_position)
+        uniform_Q = ops.uniform(*first, torch.zeros_like(first_Q), TARGET)
+        return torch.zeros_like(first_Q), p.at(first_Q, ~greedy_Q).pick(uniform_Q, where, V)
 
     # How many drafts can be accepted at all, and how many are.
-    usable_QK = usable_QK & ~greedy_Q[:, None]
-    places, p_QK, q_QK, usable_QK = _compare(p, drafts, usable_QK, params, filters, where, V)
-    limit_Q = _leading(usable_QK)
-    step_QK = torch.arange(K, device=row_QJ.device).expand(Q, K)
-    counter_3QK = (x.expand(Q, K).flatten() for x in (seed_Q[:, None], start_Q[:, None], step_QK))
-    coin_QK = ops.uniform(*counter_3QK, COIN).view(Q, K)
+    places, weight_GN = _compare(p, drafts, usable_G, params, filters, where, V)
+    draft_total_G = None if drafts.logits is None else places.draft_total_G
+    target_QK, draft_QK, limit_Q = ops.odds(
+        weight_GN, places.total_G, draft_total_G, usable_QK, drafts.drawn_Q, place_QK
+    )
+    joint_QK, spare_GPC, spare_G = None, None, None
     if method == "block":
-        joint_QK = ops.chain(p_QK, q_QK)
-        ratio_QK = pad(joint_QK[:, :-1], (1, 0), value=ONE)
-        places = places._replace(ratio_G=drafts.listed(ratio_QK))
+        joint_QK, ratio_G = ops.chain(target_QK, draft_QK, place_QK, G)
+        places = places._replace(ratio_G=ratio_G)
         spare_GPC = places.spare(where, V)
-        spare_QK = drafts.grid(spare_GPC.sum((1, 2)))
-        accepted_Q = _longest_prefix(joint_QK, spare_QK, coin_QK, limit_Q)
-    else:
-        accepted_Q = torch.minimum(_leading(scaled(coin_QK, q_QK) < p_QK), limit_Q)
+        spare_G = spare_GPC.sum((1, 2))
+    accepted_Q, refused_Q, end_Q, place_Q, uniform_Q = ops.accept(
+        target_QK, draft_QK, joint_QK, spare_G, limit_Q, row_QJ, place_QK, *seed_position
+    )
 
     # The token after them: from what the refused draft leaves of p, or else from p.
-    end_Q = row_QJ.gather(1, accepted_Q[:, None])[:, 0]
-    refused_Q = accepted_Q < limit_Q
-    place_Q = drafts.place_QK.gather(1, accepted_Q[:, None].clamp(max=K - 1))[:, 0]
-    place_Q = place_Q.clamp(max=drafts.row_G.shape[0] - 1)
     refused = places.at(place_Q, refused_Q)
-    spare_QPC = spare_GPC[place_Q] if method == "block" else refused.spare(where, V)
+    spare_QPC = refused.spare(where, V) if spare_GPC is None else spare_GPC[place_Q]
     recover_Q = refused_Q & (spare_QPC.sum((1, 2)) > 0)
-    counter = (seed_Q, start_Q + accepted_Q, first_Q)
-    uniform_Q = torch.where(
-        refused_Q, ops.uniform(*counter, RECOVERY), ops.uniform(*counter, TARGET)
-    )
-    drawn_Q = p.at(end_Q, ~recover_Q & ~greedy_Q).pick(uniform_Q, where, V)
+    drawn_Q = p.at(end_Q, ~(recover_Q | greedy_Q)).pick(uniform_Q, where, V)
     start_QPC, point_Q = ops.aim(spare_QPC, uniform_Q)
     recovered_Q = ops.residual_pick(*refused.args, where.own_segments(start_QPC), point_Q, V)
-    return torch.stack([accepted_Q, torch.where(recover_Q, recovered_Q, drawn_Q)], 1)
+    return accepted_Q, torch.where(recover_Q, recovered_Q, drawn_Q)
 
 
 def _compare(
     p: Weighed,
     drafts: Drafts,
-    usable_QK: Tensor,
+    usable_G: Tensor,
     params: RowParams,
     filters: Filters,
     where: Exchange,
     V: int,
-) -> tuple[Places, Tensor, Tensor, Tensor]:
-    """What decides about drafts, apart from coins.
+) -> tuple[Places, Tensor]:
+    """Target and draft at the places of all drafts that are usable, with ratios of 1.
 
     Returns:
-        The G places, with ratios of 1; [Q, K] the probabilities of the drafted tokens under p and
-        under q, in units of 2**-60; and [Q, K] which drafts are usable, now that q is known.
+        The G places; and [G, 2] int64 weights of the drafted tokens under p and q, or [G, 1] if all
+        are one-hot.
     """
-    row_G, token_G = drafts.row_G.clamp(min=0), drafts.listed(drafts.token_QK)
-    p_G = p.at(row_G, drafts.listed(usable_QK.to(torch.int64)) > 0)
+    row_G, token_G = drafts.row_G, drafts.token_G
+    p_G = p.at(row_G, usable_G)
     if drafts.logits is None:
         x_NSv, first_id_S = p.logits[:2]
         nothing = Logits(x_NSv[:1, :1, :1], first_id_S[:1], torch.full_like(row_G, -1))
         q_G = p_G._replace(logits=nothing, mass_RPC=torch.zeros_like(p_G.mass_RPC))
-        one_hot_G = token_G
-        weight_G = where.total(ops.lookup(*p_G.args, token_G, V))
-        q_QK = torch.full_like(drafts.token_QK, ONE)
+        one_hot_G, weighed = token_G, [p_G]
     else:
         q_G = weigh(drafts.logits, params.at(row_G), filters, where, V)
-        one_hot_G = torch.where(drafts.listed(drafts.drawn_QK.to(torch.int64)) > 0, -1, token_G)
-        mine_G2 = torch.stack([ops.lookup(*row.args, token_G, V) for row in (p_G, q_G)], 1)
-        weight_G, draft_weight_G = where.total(mine_G2).unbind(1)
-        q_QK = drafts.grid(ops.probability(draft_weight_G, q_G.total_R))
-        q_QK = torch.where(drafts.drawn_QK, q_QK, ONE)
-        usable_QK = usable_QK & (~drafts.drawn_QK | (drafts.grid(q_G.total_R) > 0))
-    p_QK = drafts.grid(ops.probability(weight_G, p_G.total_R))
-    places = Places(p_G, q_G, one_hot_G, torch.full_like(token_G, ONE))
-    return places, p_QK, q_QK, usable_QK
-
-
-def _longest_prefix(joint_QK: Tensor, spare_QK: Tensor, coin_QK: Tensor, limit_Q: Tensor) -> Tensor:
-    """[Q] int64: the length of the longest prefix that passes in block verification.
-
-    The prefix of the first i drafts passes with probability s / (s + 1 - r) for its joint ratio r
-    and the residual mass s of the place after it, and with r where there is no such place.
-
-    Args:
-        joint_QK: [Q, K] int64, joint ratios of the prefixes, in units of 2**-60.
-        spare_QK: [Q, K] int64, residual masses of all places, in the same units.
-        coin_QK: [Q, K] int64 in [0, 2**62).
-        limit_Q: [Q] int64, the longest prefix that may pass.
-    """
-    length_K = torch.arange(1, joint_QK.shape[1] + 1, device=joint_QK.device)
-    after_QK = pad(spare_QK[:, 1:], (0, 1))
-    whole_QK = after_QK + (ONE - joint_QK)
-    within_QK = (scaled(coin_QK, whole_QK) < after_QK) | (whole_QK == 0)
-    at_end_QK = scaled(coin_QK, torch.full_like(joint_QK, ONE)) < joint_QK
-    passed_QK = torch.where(length_K == limit_Q[:, None], at_end_QK, within_QK)
-    passed_QK &= length_K <= limit_Q[:, None]
-    return (passed_QK * length_K).amax(1)
-
-
-def _leading(passed_QK: Tensor) -> Tensor:
-    """[Q] int64: how many entries pass before the first that does not."""
-    return passed_QK.to(torch.int64).cumprod(1).sum(1)
+        assert drafts.logits.rows_R is not None
+        one_hot_G, weighed = torch.where(drafts.logits.rows_R < 0, token_G, -1), [p_G, q_G]
+    weights = [ops.lookup(*row.args, token_G, V) for row in weighed]
+    weight_GN = where.total(torch.stack(weights, 1))
+    ratio_G = torch.full_like(token_G, ONE)
+    return Places(p_G, q_G, p_G.total_R, q_G.total_R, one_hot_G, ratio_G), weight_GN
 
 
 class RejectionSampler:
@@ -341,9 +282,13 @@ class RejectionSampler:
         width, count_R = logits.shape[-1], plan.row_offsets
         target = process(target, plan, width, drafts_BK=drafts_BK, count_R=count_R, mask=mask)
         if drafts.logits is not None:
-            row_G = drafts.row_G.clamp(min=0)
             drawn_from = process(
-                drafts.logits, plan, width, drafts_BK=drafts_BK, count_R=count_R, index_G=row_G
+                drafts.logits,
+                plan,
+                width,
+                drafts_BK=drafts_BK,
+                count_R=count_R,
+                index_G=drafts.row_G,
             )
             drafts = drafts._replace(logits=drawn_from)
         filters = plan.filters
@@ -383,41 +328,21 @@ class RejectionSampler:
         self, target: Logits, plan: ShardPlan, drafts_BK: Tensor, one_hot_B: list[bool]
     ) -> Drafts:
         """The drafts of the requests here, and where the rows they belong to lie."""
-        device, last_row = drafts_BK.device, plan.row_slots.shape[0] - 1
-        begin_Q, count_Q = plan.local_cu_num_logits[:-1], plan.local_cu_num_logits.diff()
-        step_J = torch.arange(drafts_BK.shape[1] + 1, device=device)
-        row_QJ = (begin_Q[:, None] + step_J).clamp(max=last_row)
-        request_Q = plan.row_requests[row_QJ[:, 0]]
-        # Drafts are listed in the order of rows, the last row of each request left out. The
-        # compiler would treat 0 or 1 of them as cases of their own.
+        # The compiler would treat 0 or 1 drafts as cases of their own.
         size = plan.draft_capacity
         if self.compiled and plan.slots:
             size = max(size, 2)
-        place_QK = (begin_Q - torch.arange(len(begin_Q), device=device))[:, None] + step_J[:-1]
-        place_QK = torch.where(step_J[1:] < count_Q[:, None], place_QK, size)
-        steps_Q = plan.row_draft_steps[row_QJ[:, 0]]
+        one_hot = None
         if one_hot_B != [steps == 0 for steps in plan.draft_steps]:  # some are not to be read
-            one_hot = torch.tensor(one_hot_B).to(device, non_blocking=True)
-            steps_Q = steps_Q.masked_fill(one_hot[request_Q], 0)
-        drafts = Drafts(
-            row_QJ,
-            count_Q,
-            drafts_BK[request_Q],
-            place_QK,
-            torch.empty(size, dtype=torch.int64, device=device),
-            (steps_Q > 0)[:, None].expand(-1, drafts_BK.shape[1]),
-            None,
-        )
-        drafts = drafts._replace(row_G=drafts.listed(row_QJ[:, :-1]))
+            one_hot = torch.tensor(one_hot_B).to(drafts_BK.device, non_blocking=True)
+        of_rows = (plan.row_requests, plan.row_draft_rows, plan.row_draft_steps)
+        laid = ops.arrange(plan.local_cu_num_logits, *of_rows, one_hot, drafts_BK, size)
+        logits = None
         if not all(one_hot_B):
             kept_MSw = self.state.drafts.logits(plan.exchange.name)
             assert kept_MSw is not None
-            first_Q = plan.row_draft_rows[row_QJ[:, 0]]
-            rows_QK = first_Q[:, None] + step_J[:-1]
-            rows_QK = torch.where(step_J[:-1] < steps_Q[:, None], rows_QK, -1)
-            logits = Logits(kept_MSw, target.first_id_S[:1], drafts.listed(rows_QK))
-            drafts = drafts._replace(logits=logits)
-        return drafts
+            logits = Logits(kept_MSw, target.first_id_S[:1], laid[-1])
+        return Drafts(*laid[:-1], logits)
 
 
 def draft_ids(draft_token_ids: Tensor | Sequence[Sequence[int]], plan: ShardPlan, K: int) -> Tensor:

@@ -281,14 +281,6 @@ def numbers(device: str) -> Iterator[str]:
     for op, args in (
         *((ops.uniform, (seed, position, offset, stream)) for stream in range(5)),
         (ops.answer, (seed, argmax, position, offset % 2 == 0)),
-        (ops.probability, (seed >> 30 & offset, abs(position) >> 1)),
-        (
-            ops.chain,
-            (
-                abs(argmax).view(60, 5) >> 4,
-                abs(position).view(60, 5) % 3 * (argmax.view(60, 5) >> 5).abs(),
-            ),
-        ),
     ):
         run = op if device == "cuda" else launcher(op.name)
         got = run(*(a.to(device) if isinstance(a, Tensor) else a for a in args))
@@ -304,6 +296,7 @@ def numbers(device: str) -> Iterator[str]:
     if not torch.equal(cache_MW.cpu(), wanted_MW):
         yield "store"
     yield from few_numbers(device, generator)
+    yield from judged(device, generator)
 
 
 def few_numbers(device: str, generator: torch.Generator) -> Iterator[str]:
@@ -336,6 +329,61 @@ def few_numbers(device: str, generator: torch.Generator) -> Iterator[str]:
         for a, b in zip(found, op(*given), strict=True):
             if not torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)):
                 yield op.name
+
+
+def judged(device: str, generator: torch.Generator) -> Iterator[str]:
+    """Names of the ops that judge drafts whose results differ: 40 requests of up to 5 drafts."""
+    Q, K, V = 40, 5, 6
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    def units(*shape: int) -> Tensor:
+        """Probabilities, many of them 0 or 1."""
+        return torch.where(integers(0, 3, *shape) > 0, integers(0, ops.ONE, *shape), 0).where(
+            integers(0, 4, *shape) > 0, torch.tensor(ops.ONE)
+        )
+
+    def compare(op: Any, *given: Any) -> Any:
+        run = op if device == "cuda" else launcher(op.name)
+        found = run(*(on(device, x) if isinstance(x, Tensor) else x for x in given))
+        wanted = op(*given)
+        pairs = [(found, wanted)] if isinstance(wanted, Tensor) else zip(found, wanted, strict=True)
+        if not all(torch.equal(a.cpu(), b) for a, b in pairs):
+            differing.append(op.name)
+        return wanted
+
+    differing: list[str] = []
+    count_Q = integers(1, K + 2, Q)
+    count_Q[-2:] = 0  # padding
+    begin_Q1 = torch.cat([torch.zeros(1, dtype=torch.int64), count_Q.cumsum(0)])
+    R, G = int(count_Q.sum()) + 3, int((count_Q - 1).clamp(min=0).sum()) + 2
+    request_R = torch.repeat_interleave(torch.arange(Q), count_Q).flip(0)
+    request_R = torch.cat([request_R, torch.zeros(3, dtype=torch.int64)])
+    argmax_R, nans_R = integers(-1, V, R), integers(0, 3, R)
+    greedy_R, seed_R = integers(0, 3, R) == 0, integers(-(1 << 63), (1 << 63) - 1, R)
+    position_R, total_G = integers(-1, 1 << 40, R), integers(0, 1 << 20, G) << 40
+    for hot in (None, integers(0, 2, Q) == 0):
+        laid = compare(
+            ops.arrange, begin_Q1, request_R, integers(-1, 9, R) * 5, integers(0, K + 1, R),
+            hot, integers(-1, V + 1, Q, K), G,
+        )  # fmt: skip
+        row_QJ, count_Q, token_QK, place_QK, drawn_Q, *_ = laid
+        grid = (row_QJ, count_Q, token_QK)
+        usable_QK, _, exact_Q = compare(ops.usable, argmax_R, greedy_R, *grid, place_QK, G, V)
+        weight_GN = torch.where(integers(0, 4, 2, G) > 0, total_G // 3, 0).T
+        draft_total_G = None if hot is None else total_G.flip(0)
+        compare(ops.odds, weight_GN, total_G, draft_total_G, usable_QK, drawn_Q, place_QK)
+        for block in (False, True):
+            p_QK, q_QK, limit_Q = units(Q, K), units(Q, K), integers(0, 9, Q).clamp(max=count_Q)
+            limit_Q = (limit_Q - 1).clamp(min=0)
+            joint_QK, ratio_G = compare(ops.chain, p_QK, q_QK, place_QK, G)
+            of_block = (joint_QK, ratio_G) if block else (None, None)
+            judging = (limit_Q, row_QJ, place_QK, seed_R, position_R)
+            accepted_Q, *_ = compare(ops.accept, p_QK, q_QK, *of_block, *judging)
+            numbers = (exact_Q, argmax_R, nans_R, greedy_R)
+            compare(ops.emit, accepted_Q, integers(-1, V, Q), *numbers, *grid)
+    yield from differing
 
 
 def on(device: str, x: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def test_q_is_what_was_drawn_from(ranks, method, greedy):
 def counters(mesh, method: str) -> list[tuple[int, ...]]:
     """(stream, seed, position, offset) of every uniform number in some steps."""
     used: list[tuple[int, ...]] = []
-    uniform = ops.uniform
+    uniform = ops.uniform._function
 
     def recorded(seed_R, position_R, offset_R, stream):
         used.extend(
@@ -142,7 +142,7 @@ def counters(mesh, method: str) -> list[tuple[int, ...]]:
         return uniform(seed_R, position_R, offset_R, stream)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "uniform", recorded)
+        patch.setattr(ops.uniform, "_function", recorded)
         engine = Engine(mesh, IN_CONTEXT, 30, 3, method, 0)
         for _ in range(6):
             engine.step()

@@ -208,7 +208,10 @@ def test_filters_hold_for_every_row(ranks, method):
 # --- what is read
 
 
-FEW_NUMBERS = ("row_params", "join_peaks", "uniform", "take", "answer", "aim")
+FEW_NUMBERS = (
+    "row_params", "join_peaks", "uniform", "take", "answer", "aim",
+    "arrange", "usable", "odds", "chain", "accept", "emit", "store",
+)  # fmt: skip
 """Ops that read no logits."""
 
 
@@ -222,8 +225,6 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         space, name = func._schema.name.split("::")
         if space == "dtensor_sample" and name not in FEW_NUMBERS:
-            if name in ("probability", "chain", "store"):
-                return func(*args, **(kwargs or {}))
             self.rows[name].append(len(args[0]) if args[2] is None else len(args[2]))
         return func(*args, **(kwargs or {}))
 

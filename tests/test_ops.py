@@ -33,6 +33,10 @@ def arguments() -> dict[str, tuple[object, ...]]:
     start_RSC = torch.zeros(4, 3, ops.PARTS, dtype=torch.int64)
     shape = (torch.ones(4), peak_R - 9, zero_R + 3, zero_R + (1 << 30))
     ones_QK = torch.ones(4, 2, dtype=torch.int64)
+    # Four requests, of two drafts, of one and of none; drafts of the last are not listed.
+    place_QK = torch.tensor([[0, 1], [2, 6], [6, 6], [6, 6]])
+    six_G = torch.full((6,), 6)
+    grid = (zero_R[:, None].expand(-1, 3).contiguous(), zero_R + 1, ones_QK, place_QK)
     return {
         "peak": (*row[:4], V),
         "join_peaks": ((zero_R + (1 << 62)).expand(2, 3, 4).permute(2, 1, 0), peak_R),
@@ -61,8 +65,14 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "lookup": (*row, zero_R, V),
         "row_params": (torch.ones(5, 6, dtype=torch.int64), zero_R + 4, zero_R, zero_R, zero_R),
         "uniform": (zero_R, zero_R, zero_R, 0),
-        "probability": (zero_R + 1, zero_R + 7),
-        "chain": (ones_QK, ones_QK),
+        "arrange": (zero_R, torch.zeros(5, dtype=torch.int64), *[zero_R] * 2, None, ones_QK, 3),
+        "usable": (zero_R, zero_R > 0, *grid, 6, V),
+        "odds": (torch.ones(6, 2).long(), six_G, six_G, ones_QK > 0, zero_R > 0, place_QK),
+        "chain": (ones_QK, ones_QK, place_QK, 6),
+        "accept": (
+            *(ones_QK, ones_QK, ones_QK, six_G, zero_R + 1, grid[0], place_QK, zero_R, zero_R),
+        ),
+        "emit": (*[zero_R] * 5, zero_R > 0, *grid[:3]),
         "residual_mass": (*residual, V),
         "residual_pick": (*residual, start_RSC, zero_R, V),
         "copy": (*row[:4], V),

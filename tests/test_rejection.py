@@ -69,7 +69,8 @@ class Requests:
             token_QK=torch.from_numpy(token_QK),
             place_QK=torch.arange(Q * (J - 1)).view(shape),
             row_G=row_G,
-            drawn_QK=torch.full(shape, drafts is not None),
+            token_G=torch.from_numpy(token_QK).flatten(),
+            drawn_Q=torch.full((Q,), drafts is not None),
             logits=drafts,
         )
 
@@ -83,7 +84,7 @@ class Requests:
             return torch.from_numpy(given.reshape(seed_R.shape))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ops, "uniform", injected)
+            patch.setattr(ops.uniform, "_function", injected)
             result = rejection.verify(
                 self.target,
                 self.drafts,

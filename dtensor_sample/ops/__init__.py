@@ -5,6 +5,7 @@ from dtensor_sample.ops.answer import answer
 from dtensor_sample.ops.confidence import confidence, units
 from dtensor_sample.ops.copy import copy
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
+from dtensor_sample.ops.judge import accept, arrange, chain, emit, odds, usable
 from dtensor_sample.ops.largest import cut, fraction, largest
 from dtensor_sample.ops.logarithm import entropy, log_probability
 from dtensor_sample.ops.lookup import lookup
@@ -14,13 +15,7 @@ from dtensor_sample.ops.parts import PARTS
 from dtensor_sample.ops.peak import join_peaks, peak
 from dtensor_sample.ops.pick import pick
 from dtensor_sample.ops.read import read, unpack_read
-from dtensor_sample.ops.residual import (
-    ONE,
-    chain,
-    probability,
-    residual_mass,
-    residual_pick,
-)
+from dtensor_sample.ops.residual import ONE, residual_mass, residual_pick
 from dtensor_sample.ops.row_params import row_params
 from dtensor_sample.ops.store import store
 from dtensor_sample.ops.take import take
@@ -34,12 +29,15 @@ __all__ = [
     "DIGIT_BITS",
     "ONE",
     "PARTS",
+    "accept",
     "aim",
     "answer",
+    "arrange",
     "chain",
     "confidence",
     "copy",
     "cut",
+    "emit",
     "entropy",
     "fraction",
     "histogram",
@@ -50,9 +48,9 @@ __all__ = [
     "lookup",
     "markov",
     "mass",
+    "odds",
     "peak",
     "pick",
-    "probability",
     "quantized",
     "read",
     "residual_mass",
@@ -66,4 +64,5 @@ __all__ = [
     "units",
     "unpack_read",
     "unpack_top",
+    "usable",
 ]

@@ -20,42 +20,12 @@ ONE = 1 << 60
 """Probability 1."""
 
 
-@define("probability")
 def probability(weight_R: Tensor, total_R: Tensor) -> Tensor:
     """Weights out of totals as [R] int64 probabilities in units of 2**-60.
 
     A token that weighs anything has at least one unit: what could be drawn can be accepted.
     """
     return torch.maximum(_units(weight_R, total_R, ONE), (weight_R > 0).to(torch.int64))
-
-
-@probability.register_fake
-def _(weight_R: Tensor, total_R: Tensor) -> Tensor:
-    return torch.empty_like(weight_R)
-
-
-@define("chain")
-def chain(target_QK: Tensor, draft_QK: Tensor) -> Tensor:
-    """The running joint ratio of block verification: r_i = min(r_{i-1} * p_i / q_i, 1), r_0 = 1.
-
-    Args:
-        target_QK, draft_QK: [Q, K] int64, probabilities of the drafted tokens in units of 2**-60.
-
-    Returns:
-        [Q, K] int64, r_1 to r_K in the same units. q = 0 gives 1 where p > 0, and 0 where p = 0.
-    """
-    ratio_Q = torch.ones_like(target_QK[:, 0], dtype=torch.float64)
-    ratios = []
-    for target_Q, draft_Q in zip(target_QK.unbind(1), draft_QK.unbind(1), strict=True):
-        joint_Q = ratio_Q * target_Q.double()
-        ratio_Q = torch.where(joint_Q > 0, joint_Q / draft_Q.double(), 0.0).clamp(max=1.0)
-        ratios.append((ratio_Q * float(ONE)).to(torch.int64))
-    return torch.stack(ratios, 1)
-
-
-@chain.register_fake
-def _(target_QK: Tensor, draft_QK: Tensor) -> Tensor:
-    return torch.empty_like(target_QK)
 
 
 @define("residual_mass")
@@ -230,8 +200,6 @@ def _residuals(p_RSv: Tensor, q_RSv: Tensor, hot_RSv: Tensor) -> Tensor:
     return p_RSv.sub_(q_RSv).clamp_(min=0).masked_fill_(hot_RSv, 0)
 
 
-shard_like(torch.ops.dtensor_sample.probability.default, "row", "row row")
-shard_like(torch.ops.dtensor_sample.chain.default, "row", "row row")
 for _op, _out, _more in (
     (torch.ops.dtensor_sample.residual_mass.default, "row_segment", ""),
     (torch.ops.dtensor_sample.residual_pick.default, "row_max", "row_segment row "),

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 _MODULES = {
+    "accept": "judge",
     "aim": "pick",
     "answer": "rows",
-    "chain": "residual",
+    "arrange": "judge",
+    "chain": "judge",
     "confidence": "confidence",
     "cut": "largest",
+    "emit": "judge",
     "histogram": "histogram",
     "join_peaks": "rows",
     "largest": "largest",
@@ -24,8 +27,8 @@ _MODULES = {
     "markov": "markov",
     "mass": "passes",
     "peak": "passes",
+    "odds": "judge",
     "pick": "pick",
-    "probability": "residual",
     "residual_mass": "residual",
     "residual_pick": "pick",
     "row_params": "rows",
@@ -34,6 +37,7 @@ _MODULES = {
     "tally": "tally",
     "top": "top",
     "uniform": "rows",
+    "usable": "judge",
     "weigh": "whole",
 }
 """In which module of this package the kernel of each op is, under the op's name."""

@@ -229,54 +229,6 @@ def _residual_mass_kernel(
     tl.store(mass_ptr + item.to(tl.int64) * G + tl.arange(0, G), tl.sum(total, 1))
 
 
-@triton.jit(do_not_specialize=SIZES)
-def _probability_kernel(
-    weight_ptr,  # [R] int64
-    total_ptr,  # [R] int64
-    probability_ptr,  # out: [R] int64
-    rows,  # R
-    ROWS: tl.constexpr,  # rows of a program
-):
-    """Weight / total in units of 2**-60, at least 1 where there is a weight.
-
-    Example: 3 of 4 are 3 * 2**58.
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    weights = tl.load(weight_ptr + row, mask=row < rows, other=0)
-    total = tl.maximum(tl.load(total_ptr + row, mask=row < rows, other=1), 1)
-    one = tl.full([], _ONE, tl.int64).to(tl.float64)
-    units = tl.minimum(weights.to(tl.float64) * (one / total.to(tl.float64)), one).to(tl.int64)
-    units = tl.maximum(units, (weights > 0).to(tl.int64))
-    tl.store(probability_ptr + row, units, mask=row < rows)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def _chain_kernel(
-    target_ptr,  # [Q, K] int64
-    draft_ptr,  # [Q, K] int64
-    ratio_ptr,  # out: [Q, K] int64
-    requests,  # Q
-    K,
-    ROWS: tl.constexpr,  # requests of a program
-):
-    """Joint ratios, one draft after another; in units of 2**-60.
-
-    Example: p [1/2, 1], q [1, 1/4]: the ratios are 1/2 and, since 2 is more than 1, 1.
-    """
-    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = request < requests
-    units = tl.full([ROWS], _ONE, tl.int64).to(tl.float64)
-    one = tl.full([ROWS], 1, tl.int64).to(tl.float64)
-    ratio = one
-    for step in range(K):
-        at = request.to(tl.int64) * K + step
-        p = tl.load(target_ptr + at, mask=exists, other=0).to(tl.float64)
-        q = tl.load(draft_ptr + at, mask=exists, other=1).to(tl.float64)
-        joint = ratio * p
-        ratio = tl.where(joint > 0, tl.minimum(joint / q, one), 0)
-        tl.store(ratio_ptr + at, (ratio * units).to(tl.int64), mask=exists)
-
-
 def residual_mass(
     x_NSv: Tensor,
     first_id_S: Tensor,
@@ -335,25 +287,3 @@ def residual_mass(
             enable_fp_fusion=False,
         )
     return mass_RSC
-
-
-def probability(weight_R: Tensor, total_R: Tensor) -> Tensor:
-    """The kernel of `ops.probability`."""
-    probability_R = torch.empty_like(weight_R, memory_format=torch.contiguous_format)
-    rows = weight_R.numel()
-    if rows > 0:
-        _probability_kernel[(triton.cdiv(rows, _ROWS),)](
-            weight_R.contiguous(), total_R.contiguous(), probability_R, rows, ROWS=_ROWS
-        )
-    return probability_R
-
-
-def chain(target_QK: Tensor, draft_QK: Tensor) -> Tensor:
-    """The kernel of `ops.chain`."""
-    ratio_QK = torch.empty_like(target_QK, memory_format=torch.contiguous_format)
-    (Q, K), rows = target_QK.shape, 32
-    if Q > 0:
-        _chain_kernel[(triton.cdiv(Q, rows),)](
-            target_QK.contiguous(), draft_QK.contiguous(), ratio_QK, Q, K, ROWS=rows, num_warps=1
-        )
-    return ratio_QK

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.kernels.random import counted
 from dtensor_sample.ops.kernels.values import SIZES
 from dtensor_sample.ops.largest import TOP_P_ONE
 from dtensor_sample.ops.peak import LAST_ID
@@ -72,26 +73,13 @@ def _uniform_kernel(
     STREAM: tl.constexpr,
     ROWS: tl.constexpr,  # rows of a program
 ):
-    """The upper 62 of the first 64 bits of Philox4x32-10, see `dtensor_sample.random`."""
+    """A number for each row, see `counted`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     seed = tl.load(seed_ptr + row, mask=row < rows, other=0)
-    position = tl.maximum(tl.load(position_ptr + row, mask=row < rows, other=0), 0)
-    k0 = seed.to(tl.uint32)
-    k1 = (seed >> 32).to(tl.uint32)
-    c0 = position.to(tl.uint32)
-    c1 = (position >> 32).to(tl.uint32)
-    c2 = tl.load(offset_ptr + row, mask=row < rows, other=0).to(tl.uint32)
-    c3 = tl.zeros_like(c2) + STREAM
-    for _ in tl.static_range(10):
-        m0 = tl.zeros_like(c0) + 0xD2511F53
-        m1 = tl.zeros_like(c0) + 0xCD9E8D57
-        high0, low0 = tl.umulhi(c0, m0), c0 * m0
-        high1, low1 = tl.umulhi(c2, m1), c2 * m1
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0 += 0x9E3779B9
-        k1 += 0xBB67AE85
-    uniform = (c0.to(tl.uint64) | c1.to(tl.uint64) << 32) >> 2
-    tl.store(uniform_ptr + row, uniform.to(tl.int64), mask=row < rows)
+    position = tl.load(position_ptr + row, mask=row < rows, other=0)
+    offset = tl.load(offset_ptr + row, mask=row < rows, other=0)
+    uniform = counted(seed, position, offset, tl.zeros_like(seed) + STREAM)
+    tl.store(uniform_ptr + row, uniform, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -1,0 +1,359 @@
+"""Judging drafts: small integer work on a grid of requests and their drafts, in a few ops.
+
+Q requests have up to K drafts each, in J = K + 1 rows of target logits: draft j of a request is
+judged by its row j. The G drafts that exist are listed, without the places of the grid that no
+draft takes: what is read or written by vocabulary has one row a listed draft. Probabilities are
+integers in units of 2**-60, coins uniform integers of 62 bits.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dtensor_sample.ops.define import define
+from dtensor_sample.ops.residual import ONE, probability
+from dtensor_sample.ops.uniform import uniform
+from dtensor_sample.random import COIN, RECOVERY, TARGET, scaled
+
+
+@define("arrange")
+def arrange(
+    begin_Q1: Tensor,
+    request_R: Tensor,
+    draft_row_R: Tensor,
+    draft_steps_R: Tensor,
+    one_hot_B: Tensor | None,
+    draft_BK: Tensor,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Lay out the drafts of Q requests.
+
+    Args:
+        begin_Q1: [Q + 1] int64, the first of each request's rows, and their end.
+        request_R: [R] int64, which of B requests each row belongs to.
+        draft_row_R: [R] int64, where the first draft logits of its request are kept; < 0: nowhere.
+        draft_steps_R: [R] int64, of how many drafts they are kept.
+        one_hot_B: [B] bool, requests whose draft logits are not to be read; None: none.
+        draft_BK: [B, K] int64 draft tokens.
+        size: G, at least as many as there are drafts.
+
+    Returns:
+        row_QJ [Q, J] int64, the row of each place in a request; count_Q [Q] int64, its rows, 0 for
+        padding; token_QK [Q, K] int64; place_QK [Q, K] int64, where each draft is listed, G if
+        there is no such draft; drawn_Q [Q] bool, whether its drafts have logits; and lists:
+        row_G int64, the row that judges each, 0 for padding; token_G int64, -1 for padding; kept_G
+        int64, where its draft logits lie, -1 for nowhere.
+    """
+    begin_Q, count_Q = begin_Q1[:-1], begin_Q1.diff()
+    Q, K, device = len(begin_Q), draft_BK.shape[1], begin_Q1.device
+    step_J = torch.arange(K + 1, device=device)
+    row_QJ = (begin_Q[:, None] + step_J).clamp(max=len(request_R) - 1)
+    first_Q, exists_QK = row_QJ[:, 0], step_J[1:] < count_Q[:, None]
+    request_Q, steps_Q = request_R[first_Q], draft_steps_R[first_Q]
+    place_QK = (begin_Q - torch.arange(Q, device=device))[:, None] + step_J[:-1]
+    place_QK = torch.where(exists_QK, place_QK, size)
+    if one_hot_B is not None:
+        steps_Q = steps_Q.masked_fill(one_hot_B[request_Q], 0)
+    kept_QK = draft_row_R[first_Q][:, None] + step_J[:-1]
+    kept_QK = torch.where(step_J[:-1] < steps_Q[:, None], kept_QK, -1)
+    token_QK = draft_BK[request_Q]
+    row_G = listed(row_QJ[:, :-1], place_QK, size, 0)
+    token_G, kept_G = (listed(x_QK, place_QK, size, -1) for x_QK in (token_QK, kept_QK))
+    return row_QJ, count_Q, token_QK, place_QK, steps_Q > 0, row_G, token_G, kept_G
+
+
+@arrange.register_fake
+def _(
+    begin_Q1: Tensor,
+    request_R: Tensor,
+    draft_row_R: Tensor,
+    draft_steps_R: Tensor,
+    one_hot_B: Tensor | None,
+    draft_BK: Tensor,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    Q, K = begin_Q1.shape[0] - 1, draft_BK.shape[1]
+    row_QJ, count_Q = draft_BK.new_empty((Q, K + 1)), draft_BK.new_empty(Q)
+    token_QK, place_QK = draft_BK.new_empty((Q, K)), draft_BK.new_empty((Q, K))
+    drawn_Q = draft_BK.new_empty(Q, dtype=torch.bool)
+    row_G, token_G, kept_G = (draft_BK.new_empty(size) for _ in range(3))
+    return row_QJ, count_Q, token_QK, place_QK, drawn_Q, row_G, token_G, kept_G
+
+
+@define("usable")
+def usable(
+    argmax_R: Tensor,
+    greedy_R: Tensor,
+    row_QJ: Tensor,
+    count_Q: Tensor,
+    token_QK: Tensor,
+    place_QK: Tensor,
+    size: int,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which drafts can be judged by coins, and how many of them a greedy request takes.
+
+    A block ends at the first draft that is no token, or whose row has none. Greedy requests accept
+    what they would have taken themselves, without coins.
+
+    Args:
+        argmax_R: [R] int64, the likeliest token of each row, -1 where it has none.
+        greedy_R: [R] bool.
+        row_QJ, count_Q, token_QK, place_QK, size: see `arrange`.
+        vocab_size: V.
+
+    Returns:
+        [Q, K] bool; the same listed, [G] bool; and [Q] int64, how many drafts are the likeliest.
+    """
+    argmax_QK = argmax_R[row_QJ[:, :-1]]
+    exists_QK = torch.arange(1, row_QJ.shape[1], device=row_QJ.device) < count_Q[:, None]
+    usable_QK = (token_QK >= 0) & (token_QK < vocab_size) & exists_QK & (argmax_QK >= 0)
+    exact_Q = leading(usable_QK & (token_QK == argmax_QK))
+    usable_QK &= ~greedy_R[row_QJ[:, :1]]
+    return usable_QK, listed(usable_QK, place_QK, size, 0), exact_Q
+
+
+@usable.register_fake
+def _(
+    argmax_R: Tensor,
+    greedy_R: Tensor,
+    row_QJ: Tensor,
+    count_Q: Tensor,
+    token_QK: Tensor,
+    place_QK: Tensor,
+    size: int,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    usable_QK = torch.empty_like(token_QK, dtype=torch.bool)
+    return usable_QK, usable_QK.new_empty(size), torch.empty_like(count_Q)
+
+
+@define("odds")
+def odds(
+    weight_GN: Tensor,
+    total_G: Tensor,
+    draft_total_G: Tensor | None,
+    usable_QK: Tensor,
+    drawn_Q: Tensor,
+    place_QK: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How likely each drafted token is.
+
+    Args:
+        weight_GN: [G, 2] int64, the weights of listed drafts under the target and under the draft;
+            or [G, 1], the former alone.
+        total_G: [G] int64, the weights of all tokens of the target.
+        draft_total_G: [G] int64, of the draft; None: all drafts are one-hot.
+        usable_QK, drawn_Q, place_QK: see `usable` and `arrange`.
+
+    Returns:
+        [Q, K] int64 probabilities under the target, 0 where there is no draft, and under the draft,
+        1 where it is one-hot; and [Q] int64, how many drafts can be accepted: those before the
+        first that is not usable, or whose draft logits have no token.
+    """
+    target_QK = gridded(probability(weight_GN[:, 0], total_G), place_QK)
+    draft_QK = torch.full_like(target_QK, ONE)
+    if draft_total_G is not None:
+        drawn_QK = drawn_Q[:, None].expand_as(place_QK)
+        drawn_from_QK = gridded(probability(weight_GN[:, 1], draft_total_G), place_QK)
+        draft_QK = torch.where(drawn_QK, drawn_from_QK, draft_QK)
+        usable_QK = usable_QK & (~drawn_QK | (gridded(draft_total_G, place_QK) > 0))
+    return target_QK, draft_QK, leading(usable_QK)
+
+
+@odds.register_fake
+def _(
+    weight_GN: Tensor,
+    total_G: Tensor,
+    draft_total_G: Tensor | None,
+    usable_QK: Tensor,
+    drawn_Q: Tensor,
+    place_QK: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    target_QK, draft_QK = torch.empty_like(place_QK), torch.empty_like(place_QK)
+    return target_QK, draft_QK, place_QK.new_empty(place_QK.shape[0])
+
+
+@define("chain")
+def chain(
+    target_QK: Tensor, draft_QK: Tensor, place_QK: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """The running joint ratio of block verification: r_i = min(r_{i-1} * p_i / q_i, 1), r_0 = 1.
+
+    Args:
+        target_QK, draft_QK: [Q, K] int64, probabilities of the drafted tokens in units of 2**-60.
+        place_QK, size: see `arrange`.
+
+    Returns:
+        [Q, K] int64, r_1 to r_K in the same units; q = 0 gives 1 where p > 0, and 0 where p = 0.
+        And listed, [G] int64, the ratio of the drafts before each: r_0 to r_{K-1}, 1 for padding.
+    """
+    ratio_Q = torch.ones_like(target_QK[:, 0], dtype=torch.float64)
+    ratios = []
+    for target_Q, draft_Q in zip(target_QK.unbind(1), draft_QK.unbind(1), strict=True):
+        joint_Q = ratio_Q * target_Q.double()
+        ratio_Q = torch.where(joint_Q > 0, joint_Q / draft_Q.double(), 0.0).clamp(max=1.0)
+        ratios.append((ratio_Q * float(ONE)).to(torch.int64))
+    joint_QK = torch.stack(ratios, 1)
+    return joint_QK, listed(pad(joint_QK[:, :-1], (1, 0), value=ONE), place_QK, size, ONE)
+
+
+@chain.register_fake
+def _(target_QK: Tensor, draft_QK: Tensor, place_QK: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(target_QK), target_QK.new_empty(size)
+
+
+@define("accept")
+def accept(
+    target_QK: Tensor,
+    draft_QK: Tensor,
+    joint_QK: Tensor | None,
+    spare_G: Tensor | None,
+    limit_Q: Tensor,
+    row_QJ: Tensor,
+    place_QK: Tensor,
+    seed_R: Tensor,
+    position_R: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Throw a coin for each draft, and make the number that draws the token after the accepted.
+
+    Args:
+        target_QK, draft_QK, limit_Q: see `odds`.
+        joint_QK: joint ratios for block verification, see `chain`; None: each draft is accepted
+            with probability min(1, p / q), up to the first that is not.
+        spare_G: with them, [G] int64, the residual mass of each listed draft.
+        row_QJ, place_QK: see `arrange`.
+        seed_R: [R] int64.
+        position_R: [R] int64, of the token that each row emits.
+
+    Returns:
+        [Q] int64, how many are accepted; [Q] bool, whether a draft that could be was refused after
+        them; [Q] int64, the row of the token after them, the place of a refused draft in the list,
+        and a uniform number for that token.
+    """
+    K, first_Q = place_QK.shape[1], row_QJ[:, 0]
+    seed_Q, start_Q = seed_R[first_Q], position_R[first_Q]
+    step_QK = torch.arange(K, device=row_QJ.device).expand_as(place_QK)
+    counters = (x.expand_as(place_QK).flatten() for x in (seed_Q[:, None], start_Q[:, None]))
+    coin_QK = uniform(*counters, step_QK.flatten(), COIN).view(place_QK.shape)
+    if joint_QK is not None and spare_G is not None:
+        accepted_Q = _longest_prefix(joint_QK, gridded(spare_G, place_QK), coin_QK, limit_Q)
+    else:
+        passed_QK = scaled(coin_QK, draft_QK) < target_QK
+        accepted_Q = torch.minimum(leading(passed_QK), limit_Q)
+    refused_Q = accepted_Q < limit_Q
+    end_Q = row_QJ.gather(1, accepted_Q[:, None])[:, 0]
+    place_Q = place_QK.gather(1, accepted_Q[:, None].clamp(max=K - 1))[:, 0]
+    place_Q = torch.where(refused_Q, place_Q, 0)
+    counter = (seed_Q, start_Q + accepted_Q, torch.zeros_like(start_Q))
+    uniform_Q = torch.where(refused_Q, uniform(*counter, RECOVERY), uniform(*counter, TARGET))
+    return accepted_Q, refused_Q, end_Q, place_Q, uniform_Q
+
+
+@accept.register_fake
+def _(
+    target_QK: Tensor,
+    draft_QK: Tensor,
+    joint_QK: Tensor | None,
+    spare_G: Tensor | None,
+    limit_Q: Tensor,
+    row_QJ: Tensor,
+    place_QK: Tensor,
+    seed_R: Tensor,
+    position_R: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    accepted_Q, end_Q, place_Q, uniform_Q = (torch.empty_like(limit_Q) for _ in range(4))
+    return accepted_Q, torch.empty_like(limit_Q, dtype=torch.bool), end_Q, place_Q, uniform_Q
+
+
+@define("emit")
+def emit(
+    accepted_Q: Tensor,
+    token_Q: Tensor,
+    exact_Q: Tensor,
+    argmax_R: Tensor,
+    nans_R: Tensor,
+    greedy_R: Tensor,
+    row_QJ: Tensor,
+    count_Q: Tensor,
+    token_QK: Tensor,
+) -> Tensor:
+    """What each request reports: its accepted drafts and the token after them.
+
+    Args:
+        accepted_Q: [Q] int64, how many are accepted, if the request is not greedy.
+        token_Q: [Q] int64, the token after them, -1 if it is not here; likewise.
+        exact_Q: [Q] int64, how many a greedy request accepts, see `usable`.
+        argmax_R, nans_R: [R] int64, see `Weighed`.
+        greedy_R: [R] bool.
+        row_QJ, count_Q, token_QK: see `arrange`.
+
+    Returns:
+        [Q, K + 5] int64: J tokens or -1, then how many are emitted and rejected, NaN logits of the
+        request's rows, and 1 if no token was left.
+    """
+    argmax_QJ, greedy_Q = argmax_R[row_QJ], greedy_R[row_QJ[:, 0]]
+    step_J = torch.arange(row_QJ.shape[1], device=row_QJ.device)
+    accepted_Q = torch.where(greedy_Q, exact_Q, accepted_Q)
+    likeliest_Q = argmax_QJ.gather(1, accepted_Q[:, None])[:, 0]
+    token_Q = torch.where(greedy_Q, likeliest_Q, token_Q)
+    tokens_QJ = torch.where(step_J < accepted_Q[:, None], pad(token_QK, (0, 1), value=-1), -1)
+    tokens_QJ = torch.where(step_J == accepted_Q[:, None], token_Q[:, None], tokens_QJ)
+    nans_Q = (nans_R[row_QJ] * (step_J < count_Q[:, None])).sum(1)
+    failed_Q = (likeliest_Q < 0).to(torch.int64)
+    counts = (accepted_Q + 1 - failed_Q, count_Q - 1 - accepted_Q, nans_Q, failed_Q)
+    return torch.cat([tokens_QJ, torch.stack(counts, 1)], 1)
+
+
+@emit.register_fake
+def _(
+    accepted_Q: Tensor,
+    token_Q: Tensor,
+    exact_Q: Tensor,
+    argmax_R: Tensor,
+    nans_R: Tensor,
+    greedy_R: Tensor,
+    row_QJ: Tensor,
+    count_Q: Tensor,
+    token_QK: Tensor,
+) -> Tensor:
+    Q, J = row_QJ.shape
+    return row_QJ.new_empty((Q, J + 4))
+
+
+def listed(x_QK: Tensor, place_QK: Tensor, size: int, padding: int) -> Tensor:
+    """Entries of a grid -> [G] those of the drafts."""
+    listed_G = x_QK.new_full((size + 1,), padding)
+    return listed_G.scatter(0, place_QK.flatten(), x_QK.flatten())[:-1]
+
+
+def gridded(x_G: Tensor, place_QK: Tensor) -> Tensor:
+    """The inverse of `listed`: [Q, K], 0 where there is no draft."""
+    return pad(x_G, (0, 1))[place_QK]
+
+
+def leading(passed_QK: Tensor) -> Tensor:
+    """[Q] int64: how many entries pass before the first that does not."""
+    return passed_QK.to(torch.int64).cumprod(1).sum(1)
+
+
+def _longest_prefix(joint_QK: Tensor, spare_QK: Tensor, coin_QK: Tensor, limit_Q: Tensor) -> Tensor:
+    """[Q] int64: the length of the longest prefix that passes in block verification.
+
+    The prefix of the first i drafts passes with probability s / (s + 1 - r) for its joint ratio r
+    and the residual mass s of the place after it, and with r where there is no such place.
+
+    Args:
+        joint_QK: [Q, K] int64, joint ratios of the prefixes, in units of 2**-60.
+        spare_QK: [Q, K] int64, residual masses of all places, in the same units.
+        coin_QK: [Q, K] int64 in [0, 2**62).
+        limit_Q: [Q] int64, the longest prefix that may pass.
+    """
+    length_K = torch.arange(1, joint_QK.shape[1] + 1, device=joint_QK.device)
+    after_QK = pad(spare_QK[:, 1:], (0, 1))
+    whole_QK = after_QK + (ONE - joint_QK)
+    within_QK = (scaled(coin_QK, whole_QK) < after_QK) | (whole_QK == 0)
+    at_end_QK = scaled(coin_QK, torch.full_like(joint_QK, ONE)) < joint_QK
+    passed_QK = torch.where(length_K == limit_Q[:, None], at_end_QK, within_QK)
+    passed_QK &= length_K <= limit_Q[:, None]
+    return (passed_QK * length_K).amax(1)

@@ -1,0 +1,494 @@
+"""Judging drafts: a program a request, a lane a draft. See `ops/judge.py`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dtensor_sample.ops.kernels.random import counted
+from dtensor_sample.ops.kernels.values import SIZES
+from dtensor_sample.ops.residual import ONE
+from dtensor_sample.random import COIN, RECOVERY, TARGET
+
+_ONE = tl.constexpr(ONE)
+_COIN, _RECOVERY, _TARGET = (tl.constexpr(stream) for stream in (COIN, RECOVERY, TARGET))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _arrange_kernel(
+    begin_ptr,  # [Q + 1] int64
+    request_ptr,  # [R] int64
+    draft_row_ptr,  # [R] int64
+    draft_steps_ptr,  # [R] int64
+    one_hot_ptr,  # [B] bool, or unused
+    draft_ptr,  # [B, K] int64
+    row_ptr,  # out: [Q, J] int64
+    count_ptr,  # out: [Q] int64
+    token_ptr,  # out: [Q, K] int64
+    place_ptr,  # out: [Q, K] int64
+    drawn_ptr,  # out: [Q] bool
+    listed_row_ptr,  # zeros, out: [G] int64
+    listed_token_ptr,  # -1, out: [G] int64
+    listed_kept_ptr,  # -1, out: [G] int64
+    rows,  # R
+    K,
+    size,  # G
+    LANES: tl.constexpr,  # J, rounded up to a power of two
+):
+    """The rows and drafts of a request.
+
+    Example: the second request, of rows 3 and 4 after one of three rows: its draft is at place 2.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    begin = tl.load(begin_ptr + request)
+    count = tl.load(begin_ptr + request + 1) - begin
+    row = tl.minimum(begin + lane, rows - 1)
+    first = tl.minimum(begin, rows - 1)
+    number = tl.load(request_ptr + first)
+    steps = tl.load(draft_steps_ptr + first)
+    if one_hot_ptr is not None:
+        steps = tl.where(tl.load(one_hot_ptr + number) != 0, 0, steps)
+    exists = (lane < K) & (lane + 1 < count)
+    token = tl.load(draft_ptr + number * K + lane, mask=lane < K, other=-1)
+    place = tl.where(exists, begin - request + lane, size)
+    kept = tl.where(lane < steps, tl.load(draft_row_ptr + first) + lane, -1)
+    tl.store(row_ptr + request * (K + 1) + lane, row, mask=lane <= K)
+    tl.store(count_ptr + request, count)
+    tl.store(token_ptr + request * K + lane, token, mask=lane < K)
+    tl.store(place_ptr + request * K + lane, place, mask=lane < K)
+    tl.store(drawn_ptr + request, steps > 0)
+    tl.store(listed_row_ptr + place, row, mask=exists)
+    tl.store(listed_token_ptr + place, token, mask=exists)
+    tl.store(listed_kept_ptr + place, kept, mask=exists)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _usable_kernel(
+    argmax_ptr,  # [R] int64
+    greedy_ptr,  # [R] bool
+    row_ptr,  # [Q, J] int64
+    count_ptr,  # [Q] int64
+    token_ptr,  # [Q, K] int64
+    place_ptr,  # [Q, K] int64
+    usable_ptr,  # out: [Q, K] bool
+    listed_ptr,  # zeros, out: [G] bool
+    exact_ptr,  # out: [Q] int64
+    K,
+    size,  # G
+    vocab_size,
+    LANES: tl.constexpr,  # K, rounded up to a power of two
+):
+    """Which drafts of a request can be judged.
+
+    Example: drafts [5, -1, 7] where [5, 6, 7] are likeliest: the first, and 1 is exact.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    there = lane < K
+    row = tl.load(row_ptr + request * (K + 1) + lane, mask=there, other=0)
+    argmax = tl.load(argmax_ptr + row, mask=there, other=-1)
+    token = tl.load(token_ptr + request * K + lane, mask=there, other=-1)
+    place = tl.load(place_ptr + request * K + lane, mask=there, other=0)
+    exists = there & (lane + 1 < tl.load(count_ptr + request))
+    usable = exists & (token >= 0) & (token < vocab_size) & (argmax >= 0)
+    tl.store(exact_ptr + request, _leading(usable & (token == argmax), lane, K))
+    greedy = tl.load(greedy_ptr + tl.load(row_ptr + request * (K + 1))) != 0
+    usable = usable & (greedy == 0)
+    tl.store(usable_ptr + request * K + lane, usable, mask=there)
+    tl.store(listed_ptr + place, usable, mask=there & (place < size))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _odds_kernel(
+    weight_ptr,  # [G, N] int64
+    row_stride,
+    segment_stride,
+    total_ptr,  # [G] int64
+    draft_total_ptr,  # [G] int64, or unused
+    usable_ptr,  # [Q, K] bool
+    drawn_ptr,  # [Q] bool
+    place_ptr,  # [Q, K] int64
+    target_ptr,  # out: [Q, K] int64
+    draft_ptr,  # out: [Q, K] int64
+    limit_ptr,  # out: [Q] int64
+    K,
+    size,  # G
+    LANES: tl.constexpr,  # K, rounded up to a power of two
+):
+    """Probabilities of the drafted tokens of a request.
+
+    Example: a weight of 3 out of 4 is 3 * 2**58.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    there = lane < K
+    at = request * K + lane
+    place = tl.load(place_ptr + at, mask=there, other=0)
+    exists = there & (place < size)
+    usable = tl.load(usable_ptr + at, mask=there, other=0) != 0
+    weight = tl.load(weight_ptr + place * row_stride, mask=exists, other=0)
+    target = _probability(weight, tl.load(total_ptr + place, mask=exists, other=1))
+    draft = tl.full([LANES], _ONE, tl.int64)
+    if draft_total_ptr is not None:
+        drawn = tl.load(drawn_ptr + request) != 0
+        weight = tl.load(weight_ptr + place * row_stride + segment_stride, mask=exists, other=0)
+        total = tl.load(draft_total_ptr + place, mask=exists, other=0)
+        draft = tl.where(drawn, _probability(weight, total), draft)
+        usable = usable & ((drawn == 0) | (total > 0))
+    tl.store(target_ptr + at, target, mask=there)
+    tl.store(draft_ptr + at, draft, mask=there)
+    tl.store(limit_ptr + request, _leading(usable, lane, K))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _chain_kernel(
+    target_ptr,  # [Q, K] int64
+    draft_ptr,  # [Q, K] int64
+    place_ptr,  # [Q, K] int64
+    joint_ptr,  # out: [Q, K] int64
+    listed_ptr,  # ones, out: [G] int64
+    requests,  # Q
+    K,
+    size,  # G
+    ROWS: tl.constexpr,  # requests of a program
+):
+    """Joint ratios, one draft after another; in units of 2**-60.
+
+    Example: p [1/2, 1], q [1, 1/4]: the ratios are 1/2 and, since 2 is more than 1, 1.
+    """
+    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = request < requests
+    units = tl.full([ROWS], _ONE, tl.int64).to(tl.float64)
+    one = tl.full([ROWS], 1, tl.int64).to(tl.float64)
+    ratio = one
+    for step in range(K):
+        at = request.to(tl.int64) * K + step
+        place = tl.load(place_ptr + at, mask=exists, other=0)
+        tl.store(listed_ptr + place, (ratio * units).to(tl.int64), mask=exists & (place < size))
+        p = tl.load(target_ptr + at, mask=exists, other=0).to(tl.float64)
+        q = tl.load(draft_ptr + at, mask=exists, other=1).to(tl.float64)
+        joint = ratio * p
+        ratio = tl.where(joint > 0, tl.minimum(joint / q, one), 0)
+        tl.store(joint_ptr + at, (ratio * units).to(tl.int64), mask=exists)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _accept_kernel(
+    target_ptr,  # [Q, K] int64
+    draft_ptr,  # [Q, K] int64
+    joint_ptr,  # [Q, K] int64, or unused
+    spare_ptr,  # [G] int64, likewise
+    limit_ptr,  # [Q] int64
+    row_ptr,  # [Q, J] int64
+    place_ptr,  # [Q, K] int64
+    seed_ptr,  # [R] int64
+    position_ptr,  # [R] int64
+    accepted_ptr,  # out: [Q] int64
+    refused_ptr,  # out: [Q] bool
+    end_ptr,  # out: [Q] int64
+    ended_ptr,  # out: [Q] int64
+    uniform_ptr,  # out: [Q] int64
+    K,
+    size,  # G
+    LANES: tl.constexpr,  # K, rounded up to a power of two
+):
+    """Coins of a request's drafts.
+
+    Example: p [1/2, 1/4], q [1/4, 1]: the first is accepted by every coin, the second by one in 4.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    there = lane < K
+    at = request * K + lane
+    first = tl.load(row_ptr + request * (K + 1))
+    seed, start = tl.load(seed_ptr + first), tl.load(position_ptr + first)
+    limit = tl.load(limit_ptr + request)
+    zeros = tl.zeros([LANES], tl.int64)
+    coin = counted(zeros + seed, zeros + start, lane.to(tl.int64), zeros + _COIN)
+    if joint_ptr is not None:
+        joint = tl.load(joint_ptr + at, mask=there, other=0)
+        following = there & (lane + 1 < K)
+        place = tl.load(place_ptr + at + 1, mask=following, other=0)
+        after = tl.load(spare_ptr + place, mask=following & (place < size), other=0)
+        whole = after + (_ONE - joint)
+        within = (_scaled(coin, whole) < after) | (whole == 0)
+        passed = tl.where(lane + 1 == limit, _scaled(coin, zeros + _ONE) < joint, within)
+        passed = passed & there & (lane + 1 <= limit)
+        accepted = tl.max(tl.where(passed, lane + 1, 0), 0).to(tl.int64)
+    else:
+        p = tl.load(target_ptr + at, mask=there, other=0)
+        q = tl.load(draft_ptr + at, mask=there, other=0)
+        accepted = tl.minimum(_leading(_scaled(coin, q) < p, lane, K), limit)
+    refused = accepted < limit
+    place = tl.load(place_ptr + request * K + tl.minimum(accepted, K - 1))
+    stream = tl.where(refused, _RECOVERY, _TARGET)
+    uniform = counted(zeros + seed, zeros + start + accepted, zeros, zeros + stream)
+    tl.store(accepted_ptr + request, accepted)
+    tl.store(refused_ptr + request, refused)
+    tl.store(end_ptr + request, tl.load(row_ptr + request * (K + 1) + accepted))
+    tl.store(ended_ptr + request, tl.where(refused, place, 0))
+    tl.store(uniform_ptr + request, tl.max(uniform, 0))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _emit_kernel(
+    accepted_ptr,  # [Q] int64
+    token_ptr,  # [Q] int64
+    exact_ptr,  # [Q] int64
+    argmax_ptr,  # [R] int64
+    nans_ptr,  # [R] int64
+    greedy_ptr,  # [R] bool
+    row_ptr,  # [Q, J] int64
+    count_ptr,  # [Q] int64
+    draft_ptr,  # [Q, K] int64
+    result_ptr,  # out: [Q, K + 5] int64
+    K,
+    LANES: tl.constexpr,  # J, rounded up to a power of two
+):
+    """The result of a request.
+
+    Example: of drafts [5, 6] one is accepted, then comes 9: [5, 9, -1], 2 sampled, 1 rejected.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    rows = row_ptr + request * (K + 1)
+    count = tl.load(count_ptr + request)
+    greedy = tl.load(greedy_ptr + tl.load(rows)) != 0
+    exact, drawn = tl.load(exact_ptr + request), tl.load(accepted_ptr + request)
+    accepted = tl.where(greedy, exact, drawn)
+    likeliest = tl.load(argmax_ptr + tl.load(rows + accepted))
+    token = tl.where(greedy, likeliest, tl.load(token_ptr + request))
+    draft = tl.load(draft_ptr + request * K + lane, mask=lane < K, other=-1)
+    tokens = tl.where(lane < accepted, draft, -1)
+    tokens = tl.where(lane == accepted, token, tokens)
+    own = (lane <= K) & (lane < count)
+    row = tl.load(rows + lane, mask=own, other=0)
+    nans = tl.sum(tl.load(nans_ptr + row, mask=own, other=0), 0)
+    failed = (likeliest < 0).to(tl.int64)
+    result = result_ptr + request * (K + 5)
+    tl.store(result + lane, tokens, mask=lane <= K)
+    tl.store(result + K + 1, accepted + 1 - failed)
+    tl.store(result + K + 2, count - 1 - accepted)
+    tl.store(result + K + 3, nans)
+    tl.store(result + K + 4, failed)
+
+
+@triton.jit
+def _leading(passed, lane, K):
+    """How many of K lanes pass before the first that does not."""
+    return tl.minimum(tl.min(tl.where(passed, K, lane), 0), K).to(tl.int64)
+
+
+@triton.jit
+def _probability(weight, total):
+    """Weight / total in units of 2**-60, at least 1 where there is a weight."""
+    one = tl.full([], _ONE, tl.int64).to(tl.float64)
+    factor = one / tl.maximum(total, 1).to(tl.float64)
+    units = tl.minimum(weight.to(tl.float64) * factor, one).to(tl.int64)
+    return tl.maximum(units, (weight > 0).to(tl.int64))
+
+
+@triton.jit
+def _scaled(uniform, total):
+    """Uniform * total / 2**62, for numbers of at most 2**62."""
+    doubled = (uniform << 1).to(tl.uint64, bitcast=True), (total << 1).to(tl.uint64, bitcast=True)
+    return tl.umulhi(doubled[0], doubled[1]).to(tl.int64, bitcast=True)
+
+
+def arrange(
+    begin_Q1: Tensor,
+    request_R: Tensor,
+    draft_row_R: Tensor,
+    draft_steps_R: Tensor,
+    one_hot_B: Tensor | None,
+    draft_BK: Tensor,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The kernel of `ops.arrange`."""
+    Q, K, R = begin_Q1.shape[0] - 1, draft_BK.shape[1], request_R.shape[0]
+    row_QJ, count_Q = draft_BK.new_empty((Q, K + 1)), draft_BK.new_empty(Q)
+    token_QK, place_QK = (draft_BK.new_empty((Q, K)) for _ in range(2))
+    drawn_Q = draft_BK.new_empty(Q, dtype=torch.bool)
+    row_G = draft_BK.new_zeros(size)
+    token_G, kept_G = draft_BK.new_full((2, size), -1).unbind(0)
+    laid = (row_QJ, count_Q, token_QK, place_QK, drawn_Q, row_G, token_G, kept_G)
+    if Q > 0:
+        _arrange_kernel[(Q,)](
+            begin_Q1.contiguous(),
+            request_R.contiguous(),
+            draft_row_R.contiguous(),
+            draft_steps_R.contiguous(),
+            one_hot_B,
+            draft_BK.contiguous(),
+            *laid,
+            R,
+            K,
+            size,
+            LANES=triton.next_power_of_2(K + 1),
+            num_warps=1,
+        )
+    return laid
+
+
+def usable(
+    argmax_R: Tensor,
+    greedy_R: Tensor,
+    row_QJ: Tensor,
+    count_Q: Tensor,
+    token_QK: Tensor,
+    place_QK: Tensor,
+    size: int,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel of `ops.usable`."""
+    Q, K = token_QK.shape
+    usable_QK = token_QK.new_empty((Q, K), dtype=torch.bool)
+    listed_G, exact_Q = usable_QK.new_zeros(size), token_QK.new_empty(Q)
+    if Q > 0:
+        _usable_kernel[(Q,)](
+            argmax_R.contiguous(),
+            greedy_R.contiguous(),
+            row_QJ.contiguous(),
+            count_Q.contiguous(),
+            token_QK.contiguous(),
+            place_QK.contiguous(),
+            usable_QK,
+            listed_G,
+            exact_Q,
+            K,
+            size,
+            vocab_size,
+            LANES=triton.next_power_of_2(K),
+            num_warps=1,
+        )
+    return usable_QK, listed_G, exact_Q
+
+
+def odds(
+    weight_GN: Tensor,
+    total_G: Tensor,
+    draft_total_G: Tensor | None,
+    usable_QK: Tensor,
+    drawn_Q: Tensor,
+    place_QK: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel of `ops.odds`."""
+    Q, K = place_QK.shape
+    target_QK, draft_QK = (place_QK.new_empty((Q, K)) for _ in range(2))
+    limit_Q = place_QK.new_empty(Q)
+    if Q > 0:
+        _odds_kernel[(Q,)](
+            weight_GN,
+            *weight_GN.stride(),
+            total_G.contiguous(),
+            None if draft_total_G is None else draft_total_G.contiguous(),
+            usable_QK.contiguous(),
+            drawn_Q.contiguous(),
+            place_QK.contiguous(),
+            target_QK,
+            draft_QK,
+            limit_Q,
+            K,
+            weight_GN.shape[0],
+            LANES=triton.next_power_of_2(K),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return target_QK, draft_QK, limit_Q
+
+
+def chain(
+    target_QK: Tensor, draft_QK: Tensor, place_QK: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """The kernel of `ops.chain`."""
+    joint_QK = torch.empty_like(target_QK, memory_format=torch.contiguous_format)
+    ratio_G = target_QK.new_full((size,), ONE)
+    (Q, K), rows = target_QK.shape, 32
+    if Q > 0:
+        _chain_kernel[(triton.cdiv(Q, rows),)](
+            target_QK.contiguous(),
+            draft_QK.contiguous(),
+            place_QK.contiguous(),
+            joint_QK,
+            ratio_G,
+            Q,
+            K,
+            size,
+            ROWS=rows,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return joint_QK, ratio_G
+
+
+def accept(
+    target_QK: Tensor,
+    draft_QK: Tensor,
+    joint_QK: Tensor | None,
+    spare_G: Tensor | None,
+    limit_Q: Tensor,
+    row_QJ: Tensor,
+    place_QK: Tensor,
+    seed_R: Tensor,
+    position_R: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The kernel of `ops.accept`."""
+    Q, K = place_QK.shape
+    accepted_Q, end_Q, place_Q, uniform_Q = (limit_Q.new_empty(Q) for _ in range(4))
+    refused_Q = limit_Q.new_empty(Q, dtype=torch.bool)
+    if Q > 0:
+        _accept_kernel[(Q,)](
+            target_QK.contiguous(),
+            draft_QK.contiguous(),
+            None if joint_QK is None else joint_QK.contiguous(),
+            None if spare_G is None else spare_G.contiguous(),
+            limit_Q.contiguous(),
+            row_QJ.contiguous(),
+            place_QK.contiguous(),
+            seed_R.contiguous(),
+            position_R.contiguous(),
+            accepted_Q,
+            refused_Q,
+            end_Q,
+            place_Q,
+            uniform_Q,
+            K,
+            0 if spare_G is None else spare_G.shape[0],
+            LANES=triton.next_power_of_2(K),
+            num_warps=1,
+        )
+    return accepted_Q, refused_Q, end_Q, place_Q, uniform_Q
+
+
+def emit(
+    accepted_Q: Tensor,
+    token_Q: Tensor,
+    exact_Q: Tensor,
+    argmax_R: Tensor,
+    nans_R: Tensor,
+    greedy_R: Tensor,
+    row_QJ: Tensor,
+    count_Q: Tensor,
+    token_QK: Tensor,
+) -> Tensor:
+    """The kernel of `ops.emit`."""
+    Q, K = token_QK.shape
+    result_QW = token_QK.new_empty((Q, K + 5))
+    if Q > 0:
+        _emit_kernel[(Q,)](
+            accepted_Q.contiguous(),
+            token_Q.contiguous(),
+            exact_Q.contiguous(),
+            argmax_R.contiguous(),
+            nans_R.contiguous(),
+            greedy_R.contiguous(),
+            row_QJ.contiguous(),
+            count_Q.contiguous(),
+            token_QK.contiguous(),
+            result_QW,
+            K,
+            LANES=triton.next_power_of_2(K + 1),
+            num_warps=1,
+        )
+    return result_QW
