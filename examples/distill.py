@@ -25,7 +25,7 @@ from llama import Batch, Llama
 from torch import Tensor, nn
 from weights import Checkpoint
 
-TEMPERATURES = ((1.0, 0.55), (0.7, 0.25), (0.0, 0.20))
+TEMPERATURES = ((1.0, 0.50), (0.7, 0.20), (0.0, 0.30))
 """Temperatures of sampled texts, and the share of each."""
 CHAT_SHARE = 0.5
 """Of texts that begin with the chat template; the others begin as documents do."""

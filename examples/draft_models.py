@@ -202,8 +202,8 @@ class BlockModel(nn.Module):
         window: int,
         rank: int,
     ) -> Self:
-        """Begin with some layers of the target."""
-        config = replace(target.config, num_layers=len(layers), intermediate_size=units)
+        """Begin with some layers of the target; key-value heads are rounded up to fours."""
+        config = replace(target.config.padded(4), num_layers=len(layers), intermediate_size=units)
         model = cls(config, features=features, K=K, window=window, rank=rank)
         for layer, index in zip(decoder_layers(model), layers, strict=True):
             layer.copy(target, index)

@@ -55,15 +55,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", type=Path, required=True, metavar="FOLDER", help="where files lie")
     add("--model", type=Path, metavar="PATH", help="the target (default: as decode.py)")
     add("--texts", type=int, default=4096, help="to sample at a time (default: %(default)s)")
-    add("--length", type=int, default=512, help="tokens of a text (default: %(default)s)")
+    add("--length", type=int, default=256, help="tokens of a text (default: %(default)s)")
     add("--rounds", type=int, default=1000, help="of sampling, at most")
     add("--steps", type=int, default=1_000_000, help="of training, at most")
-    add("--batch", type=int, default=32, help="texts of a training step (default: %(default)s)")
+    add("--batch", type=int, default=64, help="texts of a training step (default: %(default)s)")
     add("--rows", type=int, default=8192, help="rows of logits at a time (default: %(default)s)")
     add("--lr", type=float, default=1.5e-3, help="highest learning rate (default: %(default)s)")
     add("--adamw", action="store_true", help="train matrices with AdamW, not with Muon")
     add("--layers", type=int, nargs="+", help="of the target, to begin with (default: two)")
-    add("--units", type=int, help="of each MLP (default: draft: 5/6 of the target's, block: all)")
+    add("--units", type=int, help="of each MLP (default: draft: 5/6 of the target's, block: 23/24)")
     add("--features", type=int, nargs="+", help="layers that `block` sees (default: three)")
     add("--block", type=int, default=4, metavar="K", help="drafts of a block (default: 4)")
     add("--window", type=int, default=256, help="positions that a block sees (default: 256)")
@@ -153,7 +153,7 @@ def begin(args: argparse.Namespace, kind: str, checkpoint: Checkpoint) -> DraftM
     return BlockModel.beside(
         checkpoint,
         layers=args.layers or (last - 1, last),
-        units=args.units or full,
+        units=args.units or full * 23 // 24,
         features=args.features or (last // 3, 2 * last // 3, last),
         K=args.block,
         window=args.window,

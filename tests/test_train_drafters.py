@@ -401,6 +401,7 @@ def test_shipped_drafters_are_of_the_default_model() -> None:
         assert weights.kind == kind
         decode.check_drafter(weights, checkpoint, 600, 4)
         assert path.parent.name == "trained"
+        assert (weights.config.num_heads % 4, weights.config.num_kv_heads % 4) == (0, 0)
     sizes = [path.stat().st_size for path in decode.TRAINED.values()]
     assert sum(sizes) <= 16_000_000
 
