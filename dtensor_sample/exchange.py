@@ -75,7 +75,9 @@ class Axis:
     @staticmethod
     def of(mesh: DeviceMesh, dim: int = 0) -> "Axis":
         """The axis of dimension `dim` of a mesh."""
-        return Axis(mesh.get_group(dim).group_name, mesh.size(dim), mesh.get_local_rank(dim))
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None  # a rank that the mesh has not is refused before
+        return Axis(mesh.get_group(dim).group_name, mesh.size(dim), coordinate[dim])
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[P, *tensor.shape]: the tensor of every rank, which has the same shape on all."""

@@ -63,6 +63,20 @@ def test_numbers_on_a_gpu():
 
 @pytest.mark.gpu
 @needs_gpu
+def test_launches_of_other_kinds():
+    """Catches a kernel compiled for aligned addresses, strides or sizes launched with others."""
+    wide = torch.randn(5, 1, 4097, device="cuda").bfloat16()
+    first_id_S = torch.zeros(1, dtype=torch.int64, device="cuda")
+    for _ in range(2):  # the second time nothing is compiled
+        for begin, end, rows in ((0, 4096, 5), (1, 4097, 5), (0, 4096, 1), (8, 4097, 3), (3, 4, 4)):
+            x_NSv, V = wide[:rows, :, begin:end], end - begin
+            for like in (x_NSv, x_NSv.contiguous(), x_NSv.float()):
+                found = ops.peak(like, first_id_S, None, (), V)
+                assert torch.equal(found.cpu(), ops.peak(like.cpu(), first_id_S.cpu(), None, (), V))
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_drafting_on_a_gpu():
     """Catches products that tensor cores round, and bits that depend on tiles or shards."""
     assert list(drafted("cuda", large=True)) == []

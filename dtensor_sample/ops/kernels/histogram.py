@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dtensor_sample.ops.kernels.edits import edit_arguments, fetch
+from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
-    SIZES,
     integer_weight,
     row_limits,
     segment_count,
@@ -25,7 +25,7 @@ _COLUMNS = 16384
 """Columns of a program."""
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _histogram_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,

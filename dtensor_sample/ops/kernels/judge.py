@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.random import counted
-from dtensor_sample.ops.kernels.values import SIZES
 from dtensor_sample.ops.residual import ONE
 from dtensor_sample.random import COIN, RECOVERY, TARGET
 
@@ -14,7 +14,7 @@ _ONE = tl.constexpr(ONE)
 _COIN, _RECOVERY, _TARGET = (tl.constexpr(stream) for stream in (COIN, RECOVERY, TARGET))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _arrange_kernel(
     begin_ptr,  # [Q + 1] int64
     request_ptr,  # [R] int64
@@ -63,7 +63,7 @@ def _arrange_kernel(
     tl.store(listed_kept_ptr + place, kept, mask=exists)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _usable_kernel(
     argmax_ptr,  # [R] int64
     greedy_ptr,  # [R] bool
@@ -99,7 +99,7 @@ def _usable_kernel(
     tl.store(listed_ptr + place, usable, mask=there & (place < size))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _odds_kernel(
     weight_ptr,  # [G, N] int64
     row_stride,
@@ -141,7 +141,7 @@ def _odds_kernel(
     tl.store(limit_ptr + request, _leading(usable, lane, K))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _chain_kernel(
     target_ptr,  # [Q, K] int64
     draft_ptr,  # [Q, K] int64
@@ -173,7 +173,7 @@ def _chain_kernel(
         tl.store(joint_ptr + at, (ratio * units).to(tl.int64), mask=exists)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _accept_kernel(
     target_ptr,  # [Q, K] int64
     draft_ptr,  # [Q, K] int64
@@ -231,7 +231,7 @@ def _accept_kernel(
     tl.store(uniform_ptr + request, tl.max(uniform, 0))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _emit_kernel(
     accepted_ptr,  # [Q] int64
     token_ptr,  # [Q] int64

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dtensor_sample.ops.kernels.edits import edit_arguments, value_dtype
+from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.passes import CHUNK, first_pass, row_peak
 from dtensor_sample.ops.kernels.threshold import (
     SHIFT_OF,
@@ -27,7 +28,6 @@ from dtensor_sample.ops.kernels.threshold import (
 )
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
-    SIZES,
     integer_weight,
     row_limits,
     source_row,
@@ -42,7 +42,7 @@ _INF = tl.constexpr(float("inf"))
 _TOP_P_ONE = tl.constexpr(TOP_P_ONE)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _largest_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
@@ -137,7 +137,7 @@ def _key(bits):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _cut_kernel(
     listed_ptr,  # [R, S, SIZE + 1] int32
     peak_ptr,  # [R] float32

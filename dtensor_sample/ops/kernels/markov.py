@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_sample.ops.kernels.values import SIZES, nearest
+from dtensor_sample.ops.kernels.launch import kernel
+from dtensor_sample.ops.kernels.values import nearest
 
 _INF = tl.constexpr(float("inf"))
 _COLUMNS = 128
 _FACTORS = 128
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _markov_kernel(
     x_ptr,  # [Q, S, v] base logits
     stride_q,

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dtensor_sample.ops.kernels.edits import edit_arguments, fetch, value_dtype
+from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.passes import CHUNK
 from dtensor_sample.ops.kernels.threshold import (
     SHIFT_OF,
@@ -38,7 +39,6 @@ from dtensor_sample.ops.kernels.threshold import (
 )
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
-    SIZES,
     integer_sum,
     integer_weight,
     is_tame,
@@ -70,7 +70,7 @@ _ITEM = 4096
 """Columns that a program adds up."""
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _guess_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
@@ -194,7 +194,7 @@ def _guess_kernel(
             tl.store(bracket_ptr + row * 3 + 2, target)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _bins_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
@@ -246,7 +246,7 @@ def _bins_kernel(
         tl.atomic_add(bin_ptr + row * (_BINS + 1) + _BINS, mass, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _settle_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,

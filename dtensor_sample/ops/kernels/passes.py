@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dtensor_sample.ops.kernels.edits import edit, edit_arguments, fetch, value_dtype
+from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
-    SIZES,
     integer_sum,
     integer_weight,
     is_tame,
@@ -42,7 +42,7 @@ CHUNK = 8
 _TILE = _WARPS * 32 * CHUNK
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _peaks_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
@@ -93,7 +93,7 @@ def _peaks_kernel(
         tl.store(top_ptr + block, tops.to(top_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _peak_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
@@ -138,7 +138,7 @@ def _peak_kernel(
     tl.store(packed_ptr + tl.program_id(0).to(tl.int64) * 2 + 1, nans)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _masses_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,

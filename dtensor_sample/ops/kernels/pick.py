@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dtensor_sample.ops.kernels.edits import edit, edit_arguments, fetch
+from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.residual import (
     NO_DRAFT,
     DraftArguments,
@@ -17,7 +18,6 @@ from dtensor_sample.ops.kernels.residual import (
 )
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
-    SIZES,
     clean,
     integer_weight,
     row_limits,
@@ -33,7 +33,7 @@ _NOWHERE = tl.constexpr(0x7FFFFFFF)
 _TILE = 4096
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _aim_kernel(
     sum_ptr,  # [R, P, PARTS] int64
     uniform_ptr,  # [R] int64
@@ -56,7 +56,7 @@ def _aim_kernel(
     tl.store(point_ptr + row, tl.umulhi(uniform, total).to(tl.int64, bitcast=True))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _pick_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
@@ -173,7 +173,7 @@ def _pick_kernel(
     tl.store(id_ptr + row, tl.where(found < _NOWHERE, token, -1))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _lookup_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,

@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dtensor_sample.ops.kernels.edits import NO_EDITS, edit_arguments, fetch
+from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.passes import item_parts, item_place
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
-    SIZES,
     is_tame,
     load,
     probability_units,
@@ -127,7 +127,7 @@ def residual(
     return tl.where(column == hot, 0, tl.maximum(p - q, 0))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _residual_mass_kernel(
     x_ptr,  # [N, S, v] the target's logits
     stride_n,

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.random import counted
-from dtensor_sample.ops.kernels.values import SIZES
 from dtensor_sample.ops.largest import TOP_P_ONE
 from dtensor_sample.ops.peak import LAST_ID
 
@@ -16,7 +16,7 @@ _INF = tl.constexpr(float("inf"))
 _LAST_ID = tl.constexpr(LAST_ID)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _row_params_kernel(
     table_ptr,  # [M, 6] int64
     row_ptr,  # [R] int64, or unused
@@ -63,7 +63,7 @@ def _row_params_kernel(
     tl.store(emitted_ptr + row, position, mask=exists)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _uniform_kernel(
     seed_ptr,  # [R] int64
     position_ptr,  # [R] int64
@@ -82,7 +82,7 @@ def _uniform_kernel(
     tl.store(uniform_ptr + row, uniform, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _answer_kernel(
     picked_ptr,  # [R] int64
     argmax_ptr,  # [R] int64
@@ -111,7 +111,7 @@ def _answer_kernel(
     tl.store(answer + 4, failed, mask=exists)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _join_peaks_kernel(
     packed_ptr,  # [R, S, 2] int64
     row_stride,
@@ -147,7 +147,7 @@ def _join_peaks_kernel(
     tl.store(nans_ptr + row, nans, mask=own)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _take_kernel(
     index_ptr,  # [Q] int64
     wanted_ptr,  # [Q] bool

@@ -4,12 +4,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_sample.ops.kernels.values import SIZES, load
+from dtensor_sample.ops.kernels.launch import kernel
+from dtensor_sample.ops.kernels.values import load
 
 _TILE = 4096
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _store_kernel(
     cache_ptr,  # out: [M, W]
     cache_stride_m,

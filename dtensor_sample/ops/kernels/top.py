@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dtensor_sample.ops.edits import Edits
 from dtensor_sample.ops.kernels.edits import edit_arguments, fetch
-from dtensor_sample.ops.kernels.values import SIZES, segment_count, source_row
+from dtensor_sample.ops.kernels.launch import kernel
+from dtensor_sample.ops.kernels.values import segment_count, source_row
 from dtensor_sample.ops.peak import LAST_ID, pack_value
 from dtensor_sample.ops.top import top_by_rows
 from dtensor_sample.ops.values import count_rows, values_at
@@ -28,7 +29,7 @@ _CANDIDATES = 1 << 17
 """Tokens of chosen blocks that are looked at at once."""
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _block_tops_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,

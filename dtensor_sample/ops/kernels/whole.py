@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dtensor_sample.ops.kernels.edits import edit_arguments, value_dtype
+from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.nucleus import nucleus
 from dtensor_sample.ops.kernels.passes import (
     CHUNK,
@@ -36,7 +37,6 @@ from dtensor_sample.ops.kernels.threshold import (
 )
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
-    SIZES,
     integer_weight,
     row_limits,
     source_row,
@@ -52,7 +52,7 @@ WARPS = 16
 TILE = WARPS * 32 * CHUNK
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _whole_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
