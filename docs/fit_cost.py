@@ -22,7 +22,7 @@ FILES = {
     "h200": [
         "2026-11-30-bench-h200-x2.csv",
         "2026-11-29-bench-h200-x2.csv",
-        "2026-11-29-verify-h200.csv",
+        "2026-11-30-verify-h200.csv",
     ],
     "cpu": ["2026-11-30-bench-cpu-x2.csv"],
 }
