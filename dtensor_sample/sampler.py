@@ -23,12 +23,12 @@ def draw(
     """Draw a token from each row.
 
     Returns:
-        [R, 5] int64, as `ops.answer` returns it, the token -1 also if it lies on another rank; and
+        [R, 5] int64, as `ops.outcome` returns it, the token -1 also if it lies on another rank; and
         what it was drawn from.
     """
     row = weigh(logits, params, filters, where, V)
     picked_R = row.pick(uniform_R, where, V) if filters.drawn else row.argmax_R
-    drawn_R5: Tensor = ops.answer(picked_R, row.argmax_R, row.nans_R, params.greedy)
+    drawn_R5: Tensor = ops.outcome(picked_R, row.argmax_R, row.nans_R, params.greedy)
     return drawn_R5, row
 
 

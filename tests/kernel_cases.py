@@ -280,7 +280,7 @@ def numbers(device: str) -> Iterator[str]:
     offset = torch.randint(0, 1 << 32, (300,), generator=generator)
     for op, args in (
         *((ops.uniform, (seed, position, offset, stream)) for stream in range(5)),
-        (ops.answer, (seed, argmax, position, offset % 2 == 0)),
+        (ops.outcome, (seed, argmax, position, offset % 2 == 0)),
     ):
         run = op if device == "cuda" else launcher(op.name)
         got = run(*(a.to(device) if isinstance(a, Tensor) else a for a in args))

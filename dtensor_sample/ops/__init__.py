@@ -1,7 +1,6 @@
 """Custom ops: the arithmetic that decides, opaque to tracing and able to run on DTensors."""
 
 from dtensor_sample.ops.aim import aim
-from dtensor_sample.ops.answer import answer
 from dtensor_sample.ops.confidence import confidence, units
 from dtensor_sample.ops.copy import copy
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
@@ -11,6 +10,7 @@ from dtensor_sample.ops.logarithm import entropy, log_probability
 from dtensor_sample.ops.lookup import lookup
 from dtensor_sample.ops.markov import markov, quantized
 from dtensor_sample.ops.mass import mass
+from dtensor_sample.ops.outcome import outcome
 from dtensor_sample.ops.parts import PARTS
 from dtensor_sample.ops.peak import join_peaks, peak
 from dtensor_sample.ops.pick import pick
@@ -31,7 +31,6 @@ __all__ = [
     "PARTS",
     "accept",
     "aim",
-    "answer",
     "arrange",
     "chain",
     "confidence",
@@ -49,6 +48,7 @@ __all__ = [
     "markov",
     "mass",
     "odds",
+    "outcome",
     "peak",
     "pick",
     "quantized",

@@ -14,7 +14,7 @@ import torch
 _MODULES = {
     "accept": "judge",
     "aim": "pick",
-    "answer": "rows",
+    "outcome": "rows",
     "arrange": "judge",
     "chain": "judge",
     "confidence": "confidence",

@@ -83,12 +83,12 @@ def _uniform_kernel(
 
 
 @kernel
-def _answer_kernel(
+def _outcome_kernel(
     picked_ptr,  # [R] int64
     argmax_ptr,  # [R] int64
     nans_ptr,  # [R] int64
     greedy_ptr,  # [R] bool
-    answer_ptr,  # out: [R, 5] int64
+    outcome_ptr,  # out: [R, 5] int64
     rows,  # R
     ROWS: tl.constexpr,  # rows of a program
 ):
@@ -103,12 +103,12 @@ def _answer_kernel(
     greedy = tl.load(greedy_ptr + row, mask=exists, other=0)
     picked = tl.load(picked_ptr + row, mask=exists, other=0)
     failed = (argmax < 0).to(tl.int64)
-    answer = answer_ptr + row * 5
-    tl.store(answer, tl.where(greedy != 0, argmax, picked), mask=exists)
-    tl.store(answer + 1, 1 - failed, mask=exists)
-    tl.store(answer + 2, tl.zeros_like(failed), mask=exists)
-    tl.store(answer + 3, tl.load(nans_ptr + row, mask=exists, other=0), mask=exists)
-    tl.store(answer + 4, failed, mask=exists)
+    outcome = outcome_ptr + row * 5
+    tl.store(outcome, tl.where(greedy != 0, argmax, picked), mask=exists)
+    tl.store(outcome + 1, 1 - failed, mask=exists)
+    tl.store(outcome + 2, tl.zeros_like(failed), mask=exists)
+    tl.store(outcome + 3, tl.load(nans_ptr + row, mask=exists, other=0), mask=exists)
+    tl.store(outcome + 4, failed, mask=exists)
 
 
 @kernel
@@ -302,18 +302,18 @@ def uniform(seed_R: Tensor, position_R: Tensor, offset_R: Tensor, stream: int) -
     return uniform_R
 
 
-def answer(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor) -> Tensor:
-    """The kernel of `ops.answer`."""
+def outcome(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor) -> Tensor:
+    """The kernel of `ops.outcome`."""
     rows = picked_R.shape[0]
-    answer_R5 = picked_R.new_empty((rows, 5))
+    outcome_R5 = picked_R.new_empty((rows, 5))
     if rows > 0:
-        _answer_kernel[(triton.cdiv(rows, _ROWS),)](
+        _outcome_kernel[(triton.cdiv(rows, _ROWS),)](
             picked_R.contiguous(),
             argmax_R.contiguous(),
             nans_R.contiguous(),
             greedy_R.contiguous(),
-            answer_R5,
+            outcome_R5,
             rows,
             ROWS=_ROWS,
         )
-    return answer_R5
+    return outcome_R5

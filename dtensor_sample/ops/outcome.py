@@ -7,8 +7,8 @@ from dtensor_sample.ops.define import define
 from dtensor_sample.ops.sharding import shard_like
 
 
-@define("answer")
-def answer(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor) -> Tensor:
+@define("outcome")
+def outcome(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor) -> Tensor:
     """Put together what each row's draw found.
 
     Args:
@@ -26,9 +26,9 @@ def answer(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor)
     return torch.stack([token_R, 1 - failed_R, torch.zeros_like(nans_R), nans_R, failed_R], 1)
 
 
-@answer.register_fake
+@outcome.register_fake
 def _(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor) -> Tensor:
     return picked_R.new_empty((picked_R.shape[0], 5))
 
 
-shard_like(torch.ops.dtensor_sample.answer.default, "row", "row row row row")
+shard_like(torch.ops.dtensor_sample.outcome.default, "row", "row row row row")
