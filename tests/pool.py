@@ -53,6 +53,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 WORLDS = ("cpu:1", "cpu:2", "cpu:4", "cuda:1", "cuda:2")
 # One rank, and several: for what has no more cases than these two.
 FEW_WORLDS = ("cpu:1", "cpu:4", "cuda:1", "cuda:2")
+# Worlds beside these two, for who has more devices or time: "cuda:4 cuda:8".
+MORE_WORLDS = tuple(os.environ.get("DTENSOR_SAMPLE_TEST_WORLDS", "").split())
 JOB_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 100.0
 GROUP_TIMEOUT = timedelta(seconds=30)
@@ -105,6 +107,8 @@ def world_params(*specs: str) -> list[Any]:
 
     Of several worlds of CPUs the largest finds most; the others are left to the slow suite.
     """
+    if specs in (WORLDS, FEW_WORLDS):
+        specs += MORE_WORLDS
     largest = max((World.parse(s).size for s in specs if s.startswith("cpu")), default=0)
     params = []
     for spec in specs:

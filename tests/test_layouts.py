@@ -145,7 +145,8 @@ def owned_counts(mesh, vectors: list[list[int]]) -> list[list[int]]:
 
 def test_every_count_of_owned_rows(ranks):
     """Catches rows lost, doubled or swapped when owners hold unequal numbers of them, or none."""
-    vectors = [list(v) for v in np.ndindex(*(3,) * ranks.size)]
+    counts = 3 if ranks.size <= 4 else 2
+    vectors = [list(v) for v in np.ndindex(*(counts,) * ranks.size)]
     wanted = [list(range(sum(v))) for v in vectors]
     assert ranks.run(owned_counts, vectors) == [wanted] * ranks.size
 

@@ -605,7 +605,7 @@ def columns_seen(mesh, exchange: str, padding: int, sharded: bool) -> tuple[list
 
         def __call__(self, values: torch.Tensor, rows: RowContext) -> torch.Tensor:
             seen.append((rows.first_id, values.shape[1]))
-            values[:, -1] += 100.0
+            values[:, -1:] += 100.0
             return values
 
     state = SamplingState(mesh, vocab_size=V, exchange=exchange, seed=0, processors=[RaiseLast()])
@@ -625,7 +625,7 @@ def test_custom_processors_get_no_padding(ranks, exchange):
     P = ranks.size
     for padding, sharded in ((0, True), (0, False), (9, False), (5 * P - 3, True)):
         width = -(-(103 + padding) // P)
-        last = [min(103, width * (rank + 1)) for rank in range(P)]
+        last = [max(width * rank, min(103, width * (rank + 1))) for rank in range(P)]
         for rank, (seen, tokens) in enumerate(ranks.run(columns_seen, exchange, padding, sharded)):
             if exchange == "vocab":
                 assert seen == [(width * rank, last[rank] - width * rank)]
