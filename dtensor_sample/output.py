@@ -76,5 +76,6 @@ class SamplerOutput:
         short = num_speculative_tokens + 1 - token_ids.shape[1]
         if short > 0:  # one row a request, which might have had drafts
             token_ids = torch.nn.functional.pad(token_ids, (0, short), value=-1)
+        token_ids = token_ids.contiguous()  # as collectives of others want them
         sampled_B, rejected_B, nans_B, failed_B = result_BW[:, -OUTCOME_COLUMNS:].unbind(1)
         return SamplerOutput(token_ids, sampled_B, rejected_B, nans_B, failed_B != 0)

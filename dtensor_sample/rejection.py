@@ -48,6 +48,7 @@ class Drafts(NamedTuple):
     drawn_Q: Tensor
     row_G: Tensor
     token_G: Tensor
+    one_hot_G: Tensor
     logits: Logits | None
     """Draft logits of the G drafts; row -1 where none were kept. None: all are one-hot."""
 
@@ -195,15 +196,15 @@ def _compare(
         x_NSv, first_id_S = p.logits[:2]
         nothing = Logits(x_NSv[:1, :1, :1], first_id_S[:1], torch.full_like(row_G, -1))
         q_G = p_G._replace(logits=nothing, mass_RPC=torch.zeros_like(p_G.mass_RPC))
-        one_hot_G, weighed = token_G, [p_G]
+        weighed = [p_G]
     else:
         q_G = weigh(drafts.logits, params.at(row_G), filters, where, V)
-        assert drafts.logits.rows_R is not None
-        one_hot_G, weighed = torch.where(drafts.logits.rows_R < 0, token_G, -1), [p_G, q_G]
+        weighed = [p_G, q_G]
     weights = [ops.lookup(*row.args, token_G, V) for row in weighed]
     weight_GN = where.total(torch.stack(weights, 1))
     ratio_G = torch.full_like(token_G, ONE)
-    return Places(p_G, q_G, p_G.total_R, q_G.total_R, one_hot_G, ratio_G), weight_GN
+    places = Places(p_G, q_G, p_G.total_R, q_G.total_R, drafts.one_hot_G, ratio_G)
+    return places, weight_GN
 
 
 class RejectionSampler:

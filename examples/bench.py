@@ -4,12 +4,12 @@
     torchrun --nproc_per_node=2 examples/bench.py --draft-loop   # blocks drafted left to right
     python examples/bench.py --rows 4 --vocab 1000 --rounds 3    # a CPU will do, on one rank too
 
-Each step is done in several ways: by this library under each exchange, as scripts do it that gather
-the logits and sample every row on every rank, and by one all-to-all with a Gumbel number per logit.
-With K speculative tokens a step draws K drafts for each request from draft logits and verifies them
-in the rows of target logits, K + 1 a request. First all ways are checked: the exchanges must give
-equal tokens, and greedy tokens must be the largest logits. Then the ways take turns, on a GPU each
-as one CUDA graph, and the slowest rank counts. `--output` writes NAME.csv, NAME.md and NAME.png.
+Each step is done in several ways: by this library under each exchange and under "auto", which takes
+one of them, as scripts do it that gather the logits and sample every row on every rank, and by one
+all-to-all with a Gumbel number per logit. With K speculative tokens a step draws K drafts for each
+request from draft logits and verifies them in the rows of target logits, K + 1 a request. First all
+ways are checked: the exchanges must give equal tokens, and greedy tokens must be the largest
+logits. Then the ways take turns, on a GPU each as one CUDA graph, and the slowest rank counts. `--output` writes NAME.csv, NAME.md and NAME.png.
 """
 
 import argparse

@@ -348,8 +348,10 @@ def judged(device: str, generator: torch.Generator) -> Iterator[str]:
         run = op if device == "cuda" else launcher(op.name)
         found = run(*(on(device, x) if isinstance(x, Tensor) else x for x in given))
         wanted = op(*given)
-        pairs = [(found, wanted)] if isinstance(wanted, Tensor) else zip(found, wanted, strict=True)
-        if not all(torch.equal(a.cpu(), b) for a, b in pairs):
+        both = [(found, wanted)] if isinstance(wanted, Tensor) else zip(found, wanted, strict=True)
+        pairs = list(both)
+        memories = {a.untyped_storage().data_ptr() for a, _ in pairs}
+        if len(memories) < len(pairs) or not all(torch.equal(a.cpu(), b) for a, b in pairs):
             differing.append(op.name)
         return wanted
 

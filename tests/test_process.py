@@ -596,6 +596,53 @@ def test_custom_processors(ranks, exchange):
     assert any(row[0] == 3 and row[1] == 6 and min(row[2:]) >= 0 for row in told)
 
 
+class Same:
+    """Changes nothing."""
+
+    per_token = True
+
+    def __call__(self, values: torch.Tensor, rows: RowContext) -> torch.Tensor:
+        return values
+
+
+def mixed_steps(mesh, method: str, processors: list[Any]) -> list[Any]:
+    """Tokens of steps in which some drafts were drawn and some are one-hot."""
+    B, K, V = 40, 2, 5
+    state = SamplingState(
+        mesh,
+        vocab_size=V,
+        max_num_reqs=B,
+        num_speculative_tokens=K,
+        seed=3,
+        processors=processors,
+    )
+    for slot in range(B):
+        state.add(slot, SamplingParams())
+    sharder, drafter = BatchSharder(state), DraftSampler(state)
+    verifier, drawn, found = RejectionSampler(state, method=method), list(range(0, B, 2)), []
+    rows = torch.randn(B * (K + 1), V, generator=torch.Generator().manual_seed(5))
+    rows = rows.to(mesh.device_type)
+    for _ in range(3):
+        drafts = torch.zeros(B, K, dtype=torch.int64, device=mesh.device_type)
+        for step in range(K):
+            plan = sharder.plan(drawn)
+            logits = shard_vocab(plan.select(rows[step * B :][: len(drawn)]), mesh)
+            drafts[::2, step] = drafter(logits, plan, step=step)
+        plan = sharder.plan(range(B), [K + 1] * B)
+        found.append(
+            verifier(shard_vocab(plan.select(rows), mesh), plan, drafts).token_ids.tolist()
+        )
+    return found
+
+
+@worlds("cpu:2", "cuda:2")
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_processors_beside_drafts_of_both_kinds(ranks, method):
+    """Catches one-hot drafts that are no longer known as such once a processor has been at q."""
+    plain, processed = (ranks.run(mixed_steps, method, given) for given in ([], [Same()]))
+    assert plain == processed
+
+
 def columns_seen(mesh, exchange: str, padding: int, sharded: bool) -> tuple[list[Any], list[int]]:
     """First id and width of what a processor gets, and tokens if it raises the last column."""
     V, seen = 103, []

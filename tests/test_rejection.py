@@ -70,6 +70,7 @@ class Requests:
             place_QK=torch.arange(Q * (J - 1)).view(shape),
             row_G=row_G,
             token_G=torch.from_numpy(token_QK).flatten(),
+            one_hot_G=torch.from_numpy(token_QK if drafts is None else token_QK * 0 - 1).flatten(),
             drawn_Q=torch.full((Q,), drafts is not None),
             logits=drafts,
         )

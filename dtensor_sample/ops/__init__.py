@@ -1,4 +1,4 @@
-"""Custom ops: the arithmetic that decides, opaque to tracing and able to run on DTensors."""
+"""Custom ops: the arithmetic that decides, opaque to tracing; what reads logits takes DTensors."""
 
 from dtensor_sample.ops.aim import aim
 from dtensor_sample.ops.confidence import confidence, units

@@ -4,6 +4,8 @@ Q requests have up to K drafts each, in J = K + 1 rows of target logits: draft j
 judged by its row j. The G drafts that exist are listed, without the places of the grid that no
 draft takes: what is read or written by vocabulary has one row a listed draft. Probabilities are
 integers in units of 2**-60, coins uniform integers of 62 bits.
+
+These take plain tensors only: a place in the grid is no row that a mesh could shard.
 """
 
 import torch
@@ -25,7 +27,7 @@ def arrange(
     one_hot_B: Tensor | None,
     draft_BK: Tensor,
     size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Lay out the drafts of Q requests.
 
     Args:
@@ -41,7 +43,8 @@ def arrange(
         row_QJ [Q, J] int64, the row of each place in a request; count_Q [Q] int64, its rows, 0 for
         padding; token_QK [Q, K] int64; place_QK [Q, K] int64, where each draft is listed, G if
         there is no such draft; drawn_Q [Q] bool, whether its drafts have logits; and lists:
-        row_G int64, the row that judges each, 0 for padding; token_G int64, -1 for padding; kept_G
+        row_G int64, the row that judges each, 0 for padding; token_G int64, -1 for padding;
+        one_hot_G int64, the same unless its request's drafts have logits, else -1; and kept_G
         int64, where its draft logits lie, -1 for nowhere.
     """
     begin_Q, count_Q = begin_Q1[:-1], begin_Q1.diff()
@@ -58,8 +61,11 @@ def arrange(
     kept_QK = torch.where(step_J[:-1] < steps_Q[:, None], kept_QK, -1)
     token_QK = draft_BK[request_Q]
     row_G = listed(row_QJ[:, :-1], place_QK, size, 0)
-    token_G, kept_G = (listed(x_QK, place_QK, size, -1) for x_QK in (token_QK, kept_QK))
-    return row_QJ, count_Q, token_QK, place_QK, steps_Q > 0, row_G, token_G, kept_G
+    drawn_Q = steps_Q > 0
+    one_hot_QK = torch.where(drawn_Q[:, None], -1, token_QK)
+    grids = (token_QK, one_hot_QK, kept_QK)
+    token_G, one_hot_G, kept_G = (listed(x_QK, place_QK, size, -1) for x_QK in grids)
+    return row_QJ, count_Q, token_QK, place_QK, drawn_Q, row_G, token_G, one_hot_G, kept_G
 
 
 @arrange.register_fake
@@ -71,13 +77,13 @@ def _(
     one_hot_B: Tensor | None,
     draft_BK: Tensor,
     size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     Q, K = begin_Q1.shape[0] - 1, draft_BK.shape[1]
     row_QJ, count_Q = draft_BK.new_empty((Q, K + 1)), draft_BK.new_empty(Q)
     token_QK, place_QK = draft_BK.new_empty((Q, K)), draft_BK.new_empty((Q, K))
     drawn_Q = draft_BK.new_empty(Q, dtype=torch.bool)
-    row_G, token_G, kept_G = (draft_BK.new_empty(size) for _ in range(3))
-    return row_QJ, count_Q, token_QK, place_QK, drawn_Q, row_G, token_G, kept_G
+    row_G, token_G, one_hot_G, kept_G = (draft_BK.new_empty(size) for _ in range(4))
+    return row_QJ, count_Q, token_QK, place_QK, drawn_Q, row_G, token_G, one_hot_G, kept_G
 
 
 @define("usable")

@@ -71,5 +71,5 @@ def unpack(table_R6: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Te
 shard_like(
     torch.ops.dtensor_sample.row_params.default,
     "row row row row row row row",
-    "same row same row row",
+    "row - row - -",
 )

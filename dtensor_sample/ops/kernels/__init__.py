@@ -14,7 +14,6 @@ import torch
 _MODULES = {
     "accept": "judge",
     "aim": "pick",
-    "outcome": "rows",
     "arrange": "judge",
     "chain": "judge",
     "confidence": "confidence",
@@ -26,8 +25,9 @@ _MODULES = {
     "lookup": "pick",
     "markov": "markov",
     "mass": "passes",
-    "peak": "passes",
     "odds": "judge",
+    "outcome": "rows",
+    "peak": "passes",
     "pick": "pick",
     "residual_mass": "residual",
     "residual_pick": "pick",

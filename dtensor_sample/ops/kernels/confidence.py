@@ -1,12 +1,11 @@
 """Confidences of draft positions: one program a row."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from dtensor_sample.ops.confidence import FARTHEST, LOG2_E, MOST, POWER, UNIT_BITS
-from dtensor_sample.ops.kernels.values import SIZES
+from dtensor_sample.ops.kernels.launch import kernel
 
 _UNIT = tl.constexpr(float(1 << UNIT_BITS))
 _SHARE = tl.constexpr(2.0**-UNIT_BITS)
@@ -19,10 +18,10 @@ _NEAREST = tl.constexpr(1.5 * 2**52)
 _COLUMNS = 1024
 
 
-@triton.jit(do_not_specialize=(*SIZES, "stride_r"))
+@kernel
 def _confidence_kernel(
     hidden_ptr,  # [R, H]
-    stride_r,
+    row_stride,
     stride_h,
     weight_ptr,  # [H] float32
     offset_ptr,  # [R] int64
@@ -39,7 +38,7 @@ def _confidence_kernel(
     for begin in range(0, width, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         here = column < width
-        at = hidden_ptr + row * stride_r + column.to(tl.int64) * stride_h
+        at = hidden_ptr + row * row_stride + column.to(tl.int64) * stride_h
         hidden = tl.load(at, mask=here, other=0.0).to(tl.float64)
         weight = tl.load(weight_ptr + column, mask=here, other=0.0).to(tl.float64)
         product = hidden * weight

@@ -29,6 +29,7 @@ def _arrange_kernel(
     drawn_ptr,  # out: [Q] bool
     listed_row_ptr,  # zeros, out: [G] int64
     listed_token_ptr,  # -1, out: [G] int64
+    listed_hot_ptr,  # -1, out: [G] int64
     listed_kept_ptr,  # -1, out: [G] int64
     rows,  # R
     K,
@@ -60,6 +61,7 @@ def _arrange_kernel(
     tl.store(drawn_ptr + request, steps > 0)
     tl.store(listed_row_ptr + place, row, mask=exists)
     tl.store(listed_token_ptr + place, token, mask=exists)
+    tl.store(listed_hot_ptr + place, tl.where(steps > 0, -1, token), mask=exists)
     tl.store(listed_kept_ptr + place, kept, mask=exists)
 
 
@@ -103,7 +105,7 @@ def _usable_kernel(
 def _odds_kernel(
     weight_ptr,  # [G, N] int64
     row_stride,
-    segment_stride,
+    column_stride,
     total_ptr,  # [G] int64
     draft_total_ptr,  # [G] int64, or unused
     usable_ptr,  # [Q, K] bool
@@ -132,7 +134,7 @@ def _odds_kernel(
     draft = tl.full([LANES], _ONE, tl.int64)
     if draft_total_ptr is not None:
         drawn = tl.load(drawn_ptr + request) != 0
-        weight = tl.load(weight_ptr + place * row_stride + segment_stride, mask=exists, other=0)
+        weight = tl.load(weight_ptr + place * row_stride + column_stride, mask=exists, other=0)
         total = tl.load(draft_total_ptr + place, mask=exists, other=0)
         draft = tl.where(drawn, _probability(weight, total), draft)
         usable = usable & ((drawn == 0) | (total > 0))
@@ -186,8 +188,8 @@ def _accept_kernel(
     position_ptr,  # [R] int64
     accepted_ptr,  # out: [Q] int64
     refused_ptr,  # out: [Q] bool
-    end_ptr,  # out: [Q] int64
-    ended_ptr,  # out: [Q] int64
+    last_row_ptr,  # out: [Q] int64
+    last_place_ptr,  # out: [Q] int64
     uniform_ptr,  # out: [Q] int64
     K,
     size,  # G
@@ -226,8 +228,8 @@ def _accept_kernel(
     uniform = counted(zeros + seed, zeros + start + accepted, zeros, zeros + stream)
     tl.store(accepted_ptr + request, accepted)
     tl.store(refused_ptr + request, refused)
-    tl.store(end_ptr + request, tl.load(row_ptr + request * (K + 1) + accepted))
-    tl.store(ended_ptr + request, tl.where(refused, place, 0))
+    tl.store(last_row_ptr + request, tl.load(row_ptr + request * (K + 1) + accepted))
+    tl.store(last_place_ptr + request, tl.where(refused, place, 0))
     tl.store(uniform_ptr + request, tl.max(uniform, 0))
 
 
@@ -304,15 +306,15 @@ def arrange(
     one_hot_B: Tensor | None,
     draft_BK: Tensor,
     size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The kernel of `ops.arrange`."""
     Q, K, R = begin_Q1.shape[0] - 1, draft_BK.shape[1], request_R.shape[0]
     row_QJ, count_Q = draft_BK.new_empty((Q, K + 1)), draft_BK.new_empty(Q)
     token_QK, place_QK = (draft_BK.new_empty((Q, K)) for _ in range(2))
     drawn_Q = draft_BK.new_empty(Q, dtype=torch.bool)
     row_G = draft_BK.new_zeros(size)
-    token_G, kept_G = draft_BK.new_full((2, size), -1).unbind(0)
-    laid = (row_QJ, count_Q, token_QK, place_QK, drawn_Q, row_G, token_G, kept_G)
+    token_G, one_hot_G, kept_G = (draft_BK.new_full((size,), -1) for _ in range(3))
+    laid = (row_QJ, count_Q, token_QK, place_QK, drawn_Q, row_G, token_G, one_hot_G, kept_G)
     if Q > 0:
         _arrange_kernel[(Q,)](
             begin_Q1.contiguous(),

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
@@ -35,7 +36,8 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        kind = (args[0].get_device(), *_kinds(args), *constants.items())
+        device = torch.cuda.current_device() if args[0].is_cuda else None
+        kind = (device, *_kinds(args), *constants.items())
         compiled = self._compiled.get(kind)
         if compiled is None:
             compiled = self._jit[grid](*args, **constants)

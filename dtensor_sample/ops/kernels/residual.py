@@ -26,7 +26,6 @@ from dtensor_sample.ops.values import count_rows, weight_bits
 _ONE = tl.constexpr(1 << 60)
 _WARPS = 4
 _TILE = _WARPS * 32 * 8
-_ROWS = 128
 
 
 class DraftArguments(NamedTuple):
