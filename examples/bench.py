@@ -9,7 +9,8 @@ one of them, as scripts do it that gather the logits and sample every row on eve
 all-to-all with a Gumbel number per logit. With K speculative tokens a step draws K drafts for each
 request from draft logits and verifies them in the rows of target logits, K + 1 a request. First all
 ways are checked: the exchanges must give equal tokens, and greedy tokens must be the largest
-logits. Then the ways take turns, on a GPU each as one CUDA graph, and the slowest rank counts. `--output` writes NAME.csv, NAME.md and NAME.png.
+logits. Then the ways take turns, on a GPU each as one CUDA graph, and the slowest rank counts.
+`--output` writes NAME.csv, NAME.md and NAME.png.
 """
 
 import argparse
