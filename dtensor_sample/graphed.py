@@ -9,6 +9,7 @@ agree on it without talking.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,24 @@ class _Inputs:
             if len(given) < self.filled[i]:
                 here[len(given) : self.filled[i]].zero_()
             self.filled[i] = len(given)
+
+    def check_selected(self, plan: ShardPlan, hidden: Tensor) -> None:
+        """Have it checked, in each step, that a tensor has all rows that a plan selects from it.
+
+        The rows of padding behind those given would do otherwise, and nobody would notice.
+        """
+        for i, here in enumerate(self.tensors):
+            if here.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr():
+                plan.state.on_host(plan, partial(self._check_rows, i=i))
+
+    def _check_rows(self, plan: ShardPlan, i: int) -> None:
+        error, rows, given = None, plan.num_hidden_rows, self.filled[i]
+        if given < rows:
+            error = ValueError(
+                f"tensors[{i}] must have at least {rows} rows, which plan.select picks from, got "
+                f"{given}"
+            )
+        plan.state.agree(error)
 
     def arguments(self, plans: Sequence[ShardPlan], several: bool) -> tuple[Any, ...]:
         """What `fn` is called with."""
@@ -192,7 +211,8 @@ class GraphedStep:
                 later ones made `after` the first.
             tensors: plain tensors for `fn`, each of at least as many rows as the plan has requests,
                 and at most as many as fit into it, `len(plan.batch_slots)`. They are copied to
-                where graphs read them; rows beyond those given, of padding, are zeros.
+                where graphs read them; rows beyond those given, of padding, are zeros. One that
+                `plan.select` is called with must have all rows that it selects from.
 
         Returns:
             What `fn` returns, for the B requests of the plan. The next step may overwrite it.
@@ -221,12 +241,16 @@ class GraphedStep:
         if len(self._kinds) > self.max_graphs:
             del self._kinds[next(iter(self._kinds))]
         made.inputs.fill(plans, tensors)
-        if not (made.ran and self._captures):
-            output = self.fn(*made.inputs.arguments(plans, several))
-            made.ran = True
-            return _head(output, lanes, B)
-        if made.graph is None:
-            made.graph = self._capture(made.inputs.arguments(plans, several))
+        self.state.on_select = made.inputs.check_selected
+        try:
+            if not (made.ran and self._captures):
+                output = self.fn(*made.inputs.arguments(plans, several))
+                made.ran = True
+                return _head(output, lanes, B)
+            if made.graph is None:
+                made.graph = self._capture(made.inputs.arguments(plans, several))
+        finally:
+            self.state.on_select = None
         self._do_host_parts(made.graph, plans)
         made.graph.graph.replay()
         if B not in made.graph.heads:

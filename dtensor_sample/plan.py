@@ -332,6 +332,8 @@ class ShardPlan:
         if hidden.device != self.packed.device:
             raise ValueError(f"hidden must lie on {self.packed.device}, got {hidden.device}")
         if not isinstance(hidden, DTensor):
+            if self.state.on_select is not None and not torch.compiler.is_compiling():
+                self.state.on_select(self, hidden)
             return hidden.index_select(0, self.logits_indices)
         mesh, axis = hidden.device_mesh, self.state.axis
         dim = axis_index(mesh, self.state.axis_name)

@@ -155,6 +155,8 @@ class SamplingState:
         """What "auto" is for good once wide state is to come that stays where it is."""
         self._suited: tuple[int, str] | None = None
         """What suits the drafts of all requests there are, of which version."""
+        self.on_select: Callable[[ShardPlan, Tensor], None] | None = None
+        """What to do when a plan selects rows, while a `GraphedStep` runs."""
         self.host_parts: list[tuple[int, HostPart]] | None = None
         """While a graph is captured: what each replay must do on the host, with which of the step's
         plans."""

@@ -371,6 +371,41 @@ def test_refusals(ranks):
     assert min(tokens) >= 0
 
 
+def short_of_rows(mesh) -> list[object]:
+    """Tokens, or what is said, when a step of two rows a request is given fewer now and then."""
+    state = SamplingState(mesh, vocab_size=V, max_num_reqs=4, num_speculative_tokens=1, seed=0)
+    for slot in range(2):
+        state.add(slot, SamplingParams(temperature=0))
+    verifier, found = RejectionSampler(state), []
+    rows = torch.zeros(4, V, device=mesh.device_type)
+    rows[:, 5] = 1.0
+    drafts = torch.full((2, 1), 5, device=mesh.device_type)
+
+    def verify(plan, hidden, token_ids):
+        return verifier(shard_vocab(plan.select(hidden), mesh), plan, token_ids).token_ids
+
+    step = GraphedStep(verify, state, capacities=[4])
+    for count in (2, 4, 4, 3, 4, 2):
+        try:
+            found.append(step(step.plan([0, 1], [2, 2]), rows[:count], drafts).tolist())
+        except ValueError as refused:
+            found.append(str(refused))
+    step.close()
+    return found
+
+
+@worlds("cpu:2", "cuda:2")
+def test_a_step_that_is_short_of_rows(ranks):
+    """Catches tokens that are drawn from padding, where a row for each request was given."""
+    for found in ranks.run(short_of_rows):
+        assert found[1] == found[2] == found[4] == [[5, 5]] * 2
+        for place, count in ((0, 2), (3, 3), (5, 2)):
+            assert (
+                f"tensors[0] must have at least 4 rows, which plan.select picks from, got {count}"
+                in found[place]
+            )
+
+
 def rows_seen(mesh) -> list[list[float]]:
     """What a step sees of a tensor whose rows become fewer, then more, as requests do."""
     step = GraphedStep(lambda plan, x: x[None] + 0, state_of(mesh), capacities=[4])
