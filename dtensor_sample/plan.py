@@ -280,14 +280,8 @@ class ShardPlan:
         batch, me = self.exchange.name == "batch", self.state.axis.rank
         return [not batch or owner == me for owner in self.owners]
 
-    def row_positions(self) -> Tensor:
-        """[R] int64: position in its own sequence of the token that each local row emits."""
-        if self.positions is None:
-            return self.state.positions[self.row_slots] + self.row_offsets
-        return self.positions[self.row_requests] + self.row_offsets
-
     def row_params(self) -> tuple[RowParams, Tensor]:
-        """The parameters of each local row, and what `row_positions` returns."""
+        """The parameters of each local row, and [R] int64 the position of the token it emits."""
         position_X, place_R = self.positions, self.row_requests
         if position_X is None:
             position_X, place_R = self.state.positions, self.row_slots
