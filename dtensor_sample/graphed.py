@@ -71,15 +71,19 @@ class _Inputs:
     def check_selected(self, plan: ShardPlan, hidden: Tensor) -> None:
         """Have it checked, in each step, that a tensor has all rows that a plan selects from it.
 
-        The rows of padding behind those given would do otherwise, and nobody would notice.
+        The rows of padding behind those given would do otherwise, and nobody would notice. What was
+        computed from a tensor, or is a part of it, is not known as such, and not checked.
         """
         for i, here in enumerate(self.tensors):
-            if here.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr():
-                plan.state.on_host(plan, partial(self._check_rows, i=i))
+            whole = here.data_ptr() == hidden.data_ptr() and here.numel() == hidden.numel()
+            if whole and hidden.is_contiguous() and len(hidden) % len(here) == 0:
+                each = len(hidden) // len(here)
+                plan.state.on_host(plan, partial(self._check_rows, i=i, each=each))
 
-    def _check_rows(self, plan: ShardPlan, i: int) -> None:
-        error, rows, given = None, plan.num_hidden_rows, self.filled[i]
-        if given < rows:
+    def _check_rows(self, plan: ShardPlan, i: int, each: int) -> None:
+        """That a tensor had enough rows, each of which is `each` that are selected from."""
+        error, rows, given = None, plan.num_hidden_rows, self.filled[i] * each
+        if given < rows and plan.budget is None:  # with one, rows of padding are selected last
             error = ValueError(
                 f"tensors[{i}] must have at least {rows} rows, which plan.select picks from, got "
                 f"{given}"
@@ -212,7 +216,8 @@ class GraphedStep:
             tensors: plain tensors for `fn`, each of at least as many rows as the plan has requests,
                 and at most as many as fit into it, `len(plan.batch_slots)`. They are copied to
                 where graphs read them; rows beyond those given, of padding, are zeros. One that
-                `plan.select` is called with must have all rows that it selects from.
+                `plan.select` is called with, as it is, reshaped or as a DTensor, must have all rows
+                that it selects from; of what is computed from it that is not checked.
 
         Returns:
             What `fn` returns, for the B requests of the plan. The next step may overwrite it.

@@ -326,19 +326,17 @@ class ShardPlan:
         if hidden.device != self.packed.device:
             raise ValueError(f"hidden must lie on {self.packed.device}, got {hidden.device}")
         if not isinstance(hidden, DTensor):
-            if self.state.on_select is not None and not torch.compiler.is_compiling():
-                self.state.on_select(self, hidden)
-            return hidden.index_select(0, self.logits_indices)
+            return self._watched(hidden).index_select(0, self.logits_indices)
         mesh, axis = hidden.device_mesh, self.state.axis
         dim = axis_index(mesh, self.state.axis_name)
         local, placement = hidden.to_local(), hidden.placements[dim]
         own_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[dim]]
         if placement.is_shard(hidden.ndim - 1):
             (name,) = own_mesh.mesh_dim_names or ("tp",)
-            picked = local.index_select(0, self.logits_indices)
+            picked = self._watched(local).index_select(0, self.logits_indices)
             return vocab_sharded(picked, own_mesh, vocab_size=hidden.shape[-1], axis=name)
         if placement.is_replicate():
-            picked = local.index_select(0, self.logits_indices)
+            picked = self._watched(local).index_select(0, self.logits_indices)
         elif placement.is_shard(0) and mesh.ndim == 1:
             first_row = axis.rank * -(-hidden.shape[0] // axis.size)
             row = self.logits_indices - first_row
@@ -353,6 +351,12 @@ class ShardPlan:
                 f"mesh of that axis alone, got {hidden.placements} on {mesh}"
             )
         return DTensor.from_local(picked, own_mesh, [Replicate()], run_check=False)
+
+    def _watched(self, rows: Tensor) -> Tensor:
+        """The same rows, which a `GraphedStep` that runs is told of."""
+        if self.state.on_select is not None and not torch.compiler.is_compiling():
+            self.state.on_select(self, rows)
+        return rows
 
     @torch.no_grad()
     def place(

@@ -16,6 +16,7 @@ from dtensor_sample import (
     SamplingParams,
     SamplingState,
     TokenBitmask,
+    replicated,
 )
 from dtensor_sample.graphed import _Graph
 from tests.batches import random_batch, random_params, shard_vocab
@@ -371,7 +372,7 @@ def test_refusals(ranks):
     assert min(tokens) >= 0
 
 
-def short_of_rows(mesh) -> list[object]:
+def short_of_rows(mesh, form: str) -> list[object]:
     """Tokens, or what is said, when a step of two rows a request is given fewer now and then."""
     state = SamplingState(mesh, vocab_size=V, max_num_reqs=4, num_speculative_tokens=1, seed=0)
     for slot in range(2):
@@ -382,12 +383,16 @@ def short_of_rows(mesh) -> list[object]:
     drafts = torch.full((2, 1), 5, device=mesh.device_type)
 
     def verify(plan, hidden, token_ids):
+        if form == "DTensor":
+            return verifier(plan.select(replicated(hidden, mesh)), plan, token_ids).token_ids
+        hidden = hidden.flatten(0, 1) if form == "pairs" else hidden
         return verifier(shard_vocab(plan.select(hidden), mesh), plan, token_ids).token_ids
 
     step = GraphedStep(verify, state, capacities=[4])
-    for count in (2, 4, 4, 3, 4, 2):
+    for count in (4,) * 3 if form == "pairs" else (2, 4, 4, 3, 4, 2):
         try:
-            found.append(step(step.plan([0, 1], [2, 2]), rows[:count], drafts).tolist())
+            given = rows[:count].unflatten(0, (-1, 2)) if form == "pairs" else rows[:count]
+            found.append(step(step.plan([0, 1], [2, 2]), given, drafts).tolist())
         except ValueError as refused:
             found.append(str(refused))
     step.close()
@@ -395,9 +400,17 @@ def short_of_rows(mesh) -> list[object]:
 
 
 @worlds("cpu:2", "cuda:2")
-def test_a_step_that_is_short_of_rows(ranks):
+def test_rows_of_pairs_are_enough(ranks):
+    """Catches a step that counts the rows of what it was given, where others are selected."""
+    for found in ranks.run(short_of_rows, "pairs"):
+        assert found == [[[5, 5]] * 2] * 3
+
+
+@worlds("cpu:2", "cuda:2")
+@pytest.mark.parametrize("form", ["plain", "DTensor"])
+def test_a_step_that_is_short_of_rows(ranks, form):
     """Catches tokens that are drawn from padding, where a row for each request was given."""
-    for found in ranks.run(short_of_rows):
+    for found in ranks.run(short_of_rows, form):
         assert found[1] == found[2] == found[4] == [[5, 5]] * 2
         for place, count in ((0, 2), (3, 3), (5, 2)):
             assert (
