@@ -188,8 +188,8 @@ def cost_of_verifying(
     As `cost_of`, with K + 5 integers a request for results. Under `vocab` also, unless all requests
     are greedy, for each of the drafts that one rank verifies: its weight in a ring, 1 integer; 16
     integers to each other rank, the residual mass, which the "standard" method needs once a request
-    instead; and if any draft was drawn, what `cost_of` counts for a row of draft logits, and 1
-    integer more in the ring: 2 collectives more, and those of the draft logits.
+    instead; and if any draft was drawn, 1 integer more in the ring: 2 collectives more. What draft
+    logits weigh is known from when the drafts were drawn.
     """
     if shape.num_rows == 0:
         return Cost((), 0, 0)
@@ -198,10 +198,6 @@ def cost_of_verifying(
     scratch = _scratch(exchange, shape.rows, filters)
     if filters.drawn and shape.drafts > 0:
         drawn, P = draft_dtype is not None, exchange.axis.size
-        if draft_dtype is not None:
-            values = value_dtype or draft_dtype
-            ops += _weigh(exchange, shape.drafts, vocab_size, filters, values)
-            scratch += _scratch(exchange, shape.drafts, filters)
         residuals = shape.drafts if method == "block" else shape.requests
         columns = _columns(exchange, vocab_size)
         ops += [Op("judge", residuals * columns * (2 if drawn else 1))]

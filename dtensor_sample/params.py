@@ -232,10 +232,6 @@ class RowParams(NamedTuple):
     greedy: Tensor
     """bool."""
 
-    def at(self, index: Tensor) -> "RowParams":
-        """The parameters of other rows: row `index` for each."""
-        return RowParams(*(field[index] for field in self))
-
     @staticmethod
     def unpack(table: Tensor) -> "RowParams":
         """The columns of a packed table [R, 6], clamped to their ranges."""

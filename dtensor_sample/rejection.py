@@ -49,8 +49,8 @@ class Drafts(NamedTuple):
     row_G: Tensor
     token_G: Tensor
     one_hot_G: Tensor
-    logits: Logits | None
-    """Draft logits of the G drafts; row -1 where none were kept. None: all are one-hot."""
+    q: Weighed | None
+    """What each was drawn from; no tokens where nothing was kept. None: all are one-hot."""
 
     @property
     def size(self) -> int:
@@ -150,8 +150,8 @@ def _judge(
         return torch.zeros_like(first_Q), p.at(first_Q, ~greedy_Q).pick(uniform_Q, where, V)
 
     # How many drafts can be accepted at all, and how many are.
-    places, weight_GN = _compare(p, drafts, usable_G, params, filters, where, V)
-    draft_total_G = None if drafts.logits is None else places.draft_total_G
+    places, weight_GN = _compare(p, drafts, usable_G, where, V)
+    draft_total_G = None if drafts.q is None else places.draft_total_G
     target_QK, draft_QK, limit_Q = ops.odds(
         weight_GN, places.total_G, draft_total_G, usable_QK, drafts.drawn_Q, place_QK
     )
@@ -176,13 +176,7 @@ def _judge(
 
 
 def _compare(
-    p: Weighed,
-    drafts: Drafts,
-    usable_G: Tensor,
-    params: RowParams,
-    filters: Filters,
-    where: Exchange,
-    V: int,
+    p: Weighed, drafts: Drafts, usable_G: Tensor, where: Exchange, V: int
 ) -> tuple[Places, Tensor]:
     """Target and draft at the places of all drafts that are usable, with ratios of 1.
 
@@ -191,14 +185,13 @@ def _compare(
         are one-hot.
     """
     row_G, token_G = drafts.row_G, drafts.token_G
-    p_G = p.at(row_G, usable_G)
-    if drafts.logits is None:
+    p_G, q_G = p.at(row_G, usable_G), drafts.q
+    if q_G is None:
         x_NSv, first_id_S = p.logits[:2]
         nothing = Logits(x_NSv[:1, :1, :1], first_id_S[:1], torch.full_like(row_G, -1))
         q_G = p_G._replace(logits=nothing, mass_RPC=torch.zeros_like(p_G.mass_RPC))
         weighed = [p_G]
     else:
-        q_G = weigh(drafts.logits, params.at(row_G), filters, where, V)
         weighed = [p_G, q_G]
     weights = [ops.lookup(*row.args, token_G, V) for row in weighed]
     weight_GN = where.total(torch.stack(weights, 1))
@@ -282,16 +275,16 @@ class RejectionSampler:
         drafts = self._grid(target, plan, drafts_BK, one_hot_B)
         width, count_R = logits.shape[-1], plan.row_offsets
         target = process(target, plan, width, drafts_BK=drafts_BK, count_R=count_R, mask=mask)
-        if drafts.logits is not None:
-            drawn_from = process(
-                drafts.logits,
+        if drafts.q is not None:
+            q_logits = process(
+                drafts.q.logits,
                 plan,
                 width,
                 drafts_BK=drafts_BK,
                 count_R=count_R,
                 index_G=drafts.row_G,
             )
-            drafts = drafts._replace(logits=drawn_from)
+            drafts = drafts._replace(q=drafts.q._replace(logits=q_logits))
         filters = plan.filters
         if self.compiled:
             filters = filters.coarse(plan.exchange.whole)
@@ -338,12 +331,11 @@ class RejectionSampler:
             one_hot = torch.tensor(one_hot_B).to(drafts_BK.device, non_blocking=True)
         of_rows = (plan.row_requests, plan.row_draft_rows, plan.row_draft_steps)
         laid = ops.arrange(plan.local_cu_num_logits, *of_rows, one_hot, drafts_BK, size)
-        logits = None
+        q = None
         if not all(one_hot_B):
-            kept_MSw = self.state.drafts.logits(plan.exchange.name)
-            assert kept_MSw is not None
-            logits = Logits(kept_MSw, target.first_id_S[:1], laid[-1])
-        return Drafts(*laid[:-1], logits)
+            kept = (plan.exchange.name, target.first_id_S[:1], laid[-1])
+            q = self.state.drafts.drawn_from(*kept)
+        return Drafts(*laid[:-1], q)
 
 
 def draft_ids(draft_token_ids: Tensor | Sequence[Sequence[int]], plan: ShardPlan, K: int) -> Tensor:

@@ -60,8 +60,11 @@ class Weighed(NamedTuple):
         found_RI = where.total(ops.read(*self.logits, ids_RI, vocab_size))
         return ops.unpack_read(found_RI)
 
-    def at(self, index_Q: Tensor, wanted_Q: Tensor) -> "Weighed":
-        """Row `index` for each of Q where it is wanted, a row without tokens elsewhere."""
+    def at(self, index_Q: Tensor, wanted_Q: Tensor | None = None) -> "Weighed":
+        """Row `index` for each of Q where it is wanted and not -1, a row without tokens elsewhere.
+
+        `wanted_Q`: [Q] bool; None: all are.
+        """
         x_NSv, first_id_S, rows_R, edits = self.logits
         row_Q, *fields = ops.take(index_Q, wanted_Q, rows_R, *self[1:])
         own = Edits(*edits).at(index_Q) if edits else ()

@@ -237,10 +237,22 @@ def play(
     drafter = sampler_of(mesh, script, state, loop, sharded=sharded)
     verifier, results = RejectionSampler(state, method=script.method), []
     for step in steps_of(script, state):
-        if poison and (kept := state.drafts.logits(exchange)) is not None:
-            kept.fill_(torch.nan)
+        if poison:
+            spoil(state, exchange, [])
         results.append(run_step(mesh, state, drafter, verifier, step))
     return results
+
+
+def spoil(state: SamplingState, exchange: str, kept: list[int]) -> None:
+    """Make nonsense of what the draft cache has under an exchange, but in the rows `kept`."""
+    cache = state.drafts.logits(exchange)
+    if cache is None:
+        return
+    void = torch.ones(len(cache), dtype=torch.bool)
+    void[kept] = False
+    void = void.to(cache.device)
+    for rows in (cache, *(field[: len(cache)] for field in state.drafts._fields)):
+        rows[void] = torch.nan if rows.is_floating_point() else 1 << 40
 
 
 def steps_of(script: Script, state: SamplingState) -> Iterator[Step]:

@@ -286,16 +286,8 @@ def numbers(device: str) -> Iterator[str]:
         got = run(*(a.to(device) if isinstance(a, Tensor) else a for a in args))
         if not torch.equal(got.cpu(), op(*args)):
             yield op.name
-    x_RSv = torch.randn(4, 3, 50, generator=generator).bfloat16().transpose(1, 2)
-    cache_MW, first_R = torch.zeros(5, 141).bfloat16().to(device), torch.tensor([2, -1, 0, 3])
-    skipped_R = torch.tensor([False, False, True, False])
-    run = ops.store if device == "cuda" else launcher("store")
-    run(cache_MW, first_R.to(device), 1, skipped_R.to(device), x_RSv.to(device))
-    wanted_MW = torch.zeros(5, 141).bfloat16()
-    ops.store(wanted_MW, first_R, 1, skipped_R, x_RSv)
-    if not torch.equal(cache_MW.cpu(), wanted_MW):
-        yield "store"
     yield from few_numbers(device, generator)
+    yield from stored(device, generator)
     yield from judged(device, generator)
 
 
@@ -321,6 +313,7 @@ def few_numbers(device: str, generator: torch.Generator) -> Iterator[str]:
         (ops.join_peaks, packed_RS2, min_p_R),
         (ops.join_peaks, by_segment_RS2, min_p_R),
         (ops.take, place_R, wanted_Q, argmax, *fields),
+        (ops.take, torch.where(wanted_Q, place_R, -1), None, None, *fields),
         (ops.take, place_R, wanted_Q, None, *fields[:3], mass_RPC[..., :0], *fields[4:]),
     ):
         run = op if device == "cuda" else launcher(op.name)
@@ -329,6 +322,29 @@ def few_numbers(device: str, generator: torch.Generator) -> Iterator[str]:
         for a, b in zip(found, op(*given), strict=True):
             if not torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)):
                 yield op.name
+
+
+def stored(device: str, generator: torch.Generator) -> Iterator[str]:
+    """The name of `store` if it writes anything else: strided segments, W < S * v."""
+    x_RSv = torch.randn(4, 3, 50, generator=generator).bfloat16().transpose(1, 2)
+    first_R, skipped_R = torch.tensor([2, -1, 0, 3]), torch.tensor([False, False, True, False])
+    mass_RPC = torch.randint(0, 1 << 55, (50, 4, 3), generator=generator).transpose(0, 1)
+    integers = torch.randint(-9, 9, (2, 4), generator=generator)
+    fields = (*torch.randn(3, 4, generator=generator), mass_RPC, *integers)
+    written = []
+    for place, run in (
+        ("cpu", ops.store),
+        (device, ops.store if device == "cuda" else launcher("store")),
+    ):
+        kept = [*torch.zeros(3, 5), torch.zeros(5, 1, 1).long(), *torch.zeros(2, 5).long()]
+        cache = [x.to(place) for x in (torch.zeros(5, 141).bfloat16(), *kept)]
+        run(
+            cache[0], cache[1:], first_R.to(place), 1, skipped_R.to(place), x_RSv.to(place),
+            *(x.to(place) for x in fields),
+        )  # fmt: skip
+        written.append([x.cpu() for x in cache])
+    if not all(torch.equal(a, b) for a, b in zip(*written, strict=True)):
+        yield "store"
 
 
 def judged(device: str, generator: torch.Generator) -> Iterator[str]:

@@ -18,6 +18,7 @@ from dtensor_sample import (
 )
 from tests import oracle
 from tests.batches import OWNERS, library_weights, random_batch, random_params, shard_vocab
+from tests.drafting import spoil
 from tests.pool import FEW_WORLDS, worlds
 from tests.speculation import rows_of
 
@@ -183,10 +184,7 @@ def live(mesh, events: list[tuple], exchange: str, method: str) -> tuple[list[An
         # With "auto" drafts move to another exchange whenever there are none.
         moved = ("batch", "vocab")[len(results) % 2] if exchange == "auto" and not under else None
         for name in [under] if under else EXCHANGES:
-            if (cache := state.drafts.logits(name)) is not None:
-                void = torch.ones(len(cache), dtype=torch.bool)
-                void[kept_rows(state, list(state.drafts._kept))] = False
-                cache[void.to(device)] = torch.nan
+            spoil(state, name, kept_rows(state, list(state.drafts._kept)))
         result = None
         if kind == "add":
             slot, params, position = given

@@ -268,7 +268,7 @@ READS = [
         [3, 0, 1],
         True,
         {
-            "weigh": [7, 4],
+            "weigh": [7],
             "lookup": [4, 4],
             "residual_mass": [3],
             "pick": [3],

@@ -43,7 +43,7 @@ def test_figures_by_hand(capsys):
     assert of["replicate"]["wire_bytes"] == 7 * shard + 7 * results
     assert of["batch"]["collectives"] == ["all_to_all", "all_gather"]
     assert of["replicate"]["collectives"] == ["all_gather", "all_gather"]
-    assert len(of["vocab"]["collectives"]) == 7
+    assert len(of["vocab"]["collectives"]) == 5
     for each in of.values():
         parts = ("logits", "buffer", "hidden", "cache", "scratch")
         assert each["peak_bytes"] == sum(each[f"{part}_bytes"] for part in parts)

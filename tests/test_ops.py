@@ -41,8 +41,8 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "peak": (*row[:4], V),
         "join_peaks": ((zero_R + (1 << 62)).expand(2, 3, 4).permute(2, 1, 0), peak_R),
         "take": (
-            torch.tensor([3, 0, 3]),
-            torch.tensor([True, False, True]),
+            torch.tensor([3, 0, 3, -1]),
+            torch.tensor([True, False, True, True]),
             rows_R,
             *row[4:],
             torch.ones(3, 4, ops.PARTS, dtype=torch.int64).transpose(0, 1),
@@ -86,7 +86,18 @@ def arguments() -> dict[str, tuple[object, ...]]:
             V,
         ),
         "confidence": (torch.randn(4, 6), torch.randn(6), zero_R + 5),
-        "store": (torch.zeros(4, V).bfloat16(), rows_R, 0, zero_R > 0, x_NSv),
+        "store": (
+            torch.zeros(4, V).bfloat16(),
+            [*torch.zeros(3, 4), zero_R[:, None, None].clone(), zero_R.clone(), zero_R.clone()],
+            rows_R,
+            0,
+            zero_R > 0,
+            x_NSv,
+            *row[4:],
+            torch.ones(4, 3, ops.PARTS, dtype=torch.int64),
+            zero_R,
+            zero_R,
+        ),
     }
 
 

@@ -20,6 +20,7 @@ from dtensor_sample.exchange import Axis, BatchExchange, Logits
 from dtensor_sample.ops.edits import IN_PROMPT, Edits
 from dtensor_sample.params import RowParams, filters_of, pack
 from dtensor_sample.random import COIN
+from dtensor_sample.weigh import weigh
 from tests import oracle
 from tests.batches import library_weights
 
@@ -57,11 +58,13 @@ class Requests:
         self.target = Logits(target, first_id_S, edits=edits or ())
         row_QJ = torch.arange(Q * J).view(Q, J)
         row_G = row_QJ[:, :-1].flatten()
-        drafts = None
+        q = None
         if draft_QKV is not None:
             draft_GSV = torch.from_numpy(draft_QKV).reshape(Q * (J - 1), 1, V)
             number_G = torch.arange(Q * (J - 1))
             drafts = Logits(draft_GSV, first_id_S, number_G, edits.at(row_G) if edits else ())
+            params_G = RowParams(*(x_R[row_G] for x_R in self.params))
+            q = weigh(drafts, params_G, self.filters, HERE, V)
         shape = (Q, J - 1)
         self.drafts = rejection.Drafts(
             row_QJ=row_QJ,
@@ -70,9 +73,9 @@ class Requests:
             place_QK=torch.arange(Q * (J - 1)).view(shape),
             row_G=row_G,
             token_G=torch.from_numpy(token_QK).flatten(),
-            one_hot_G=torch.from_numpy(token_QK if drafts is None else token_QK * 0 - 1).flatten(),
-            drawn_Q=torch.full((Q,), drafts is not None),
-            logits=drafts,
+            one_hot_G=torch.from_numpy(token_QK if q is None else token_QK * 0 - 1).flatten(),
+            drawn_Q=torch.full((Q,), q is not None),
+            q=q,
         )
 
     def verify(

@@ -1,10 +1,11 @@
 """The draft-logits cache: what each draft token was drawn from, kept where it will be verified.
 
 Verification needs the distribution q of every draft. Its logits are kept as they came, before
-temperature and in the draft's dtype, and q is computed again from what was stored. Under `batch`
-each rank keeps the drafts of the requests that it owns, `[ceil(slots / P), K, V]`; under `vocab` it
-keeps its own columns of all, `[slots, K, v]`: 1/P of the bytes either way. Under `replicate` every
-rank keeps everything.
+temperature and in the draft's dtype, and beside them what weighing them found when the draft was
+drawn: a few numbers, for which they would have to be read twice again. Under `batch` each rank
+keeps the drafts of the requests that it owns, `[ceil(slots / P), K, V]`; under `vocab` it keeps its
+own columns of all, `[slots, K, v]`: 1/P of the bytes either way. Under `replicate` every rank keeps
+everything.
 
 Who keeps what is host data, the same on every rank. A row is worth nothing until it was written for
 the request that is in the slot now, and nothing again once its drafts were verified; since drafts
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from dtensor_sample.exchange import Axis, Exchange, Logits
 from dtensor_sample.ops import store
+from dtensor_sample.weigh import Weighed
 
 if TYPE_CHECKING:
     from dtensor_sample.plan import ShardPlan
@@ -54,6 +56,8 @@ class DraftCache:
         """Under which exchange drafts are kept, or have to be; None: any may be next."""
         self._memory: Tensor | None = None
         """What all of them lie in; None before the first draft."""
+        self._fields: tuple[Tensor, ...] = ()
+        """[M] numbers of each of its rows, as `ops.store` writes them."""
         self._most = 0
         """Logits that it has room for, where shards are longest."""
         self._views: dict[str, Tensor] = {}
@@ -76,6 +80,14 @@ class DraftCache:
     def logits(self, exchange: str) -> Tensor | None:
         """[blocks * K, 1, w] what was last written under an exchange; w = V, or v under `vocab`."""
         return self._views.get(exchange)
+
+    def drawn_from(self, exchange: str, first_id_1: Tensor, row_G: Tensor) -> Weighed:
+        """What G drafts were drawn from, rows of `logits` without edits; -1: one without tokens.
+
+        `first_id_1`: the id of the first column here.
+        """
+        kept = Weighed(Logits(self._views[exchange], first_id_1), *self._fields)
+        return kept.at(row_G)
 
     def owners(self) -> dict[int, int]:
         """The rank that must verify each slot that it keeps drafts of, if one must."""
@@ -226,16 +238,18 @@ class DraftCache:
     def write(
         self,
         logits: Logits,
+        drawn: Weighed,
         first_R: Tensor,
         step: int,
         greedy_R: Tensor,
         exchange: Exchange,
         width: int,
     ) -> None:
-        """Keep draft logits on the device.
+        """Keep draft logits, and what was found of them, on the device.
 
         Args:
             logits: R rows, as the exchange placed them.
+            drawn: the same rows, edited and weighed.
             first_R: [R] int64, where the first draft of each row's request lies; -1: nowhere.
             step: which draft this is.
             greedy_R: [R] bool, rows that are not kept.
@@ -243,7 +257,7 @@ class DraftCache:
             width: of the whole logits, padding of the vocabulary included.
         """
         memory_MW = self._viewed(logits, exchange.name, width).flatten(1)
-        store(memory_MW, first_R, step, greedy_R, logits.x_NSv)
+        store(memory_MW, self._fields, first_R, step, greedy_R, logits.x_NSv, *drawn[1:])
 
     def forget(self, slots: Iterable[int]) -> None:
         """Invalidate the drafts of some slots, if they have any."""
@@ -296,6 +310,12 @@ class DraftCache:
                 every = {name, "batch", "vocab"} if self.moves else {name}
                 self._most = max(self._size(each, columns) for each in every)
                 self._memory = logits.x_NSv.new_empty(self._most if self.moves else size)
+                rows = max(self._blocks(each)[0] for each in every) * self.K
+                floats = (logits.x_NSv.new_zeros(rows, dtype=torch.float32) for _ in range(3))
+                integers = (
+                    logits.first_id_S.new_zeros(shape) for shape in ((rows, 1, 1), rows, rows)
+                )
+                self._fields = (*floats, *integers)
             rows = self._blocks(name)[0] * self.K
             view = self._memory[:size].view(rows, 1, -1)
         self._views[name] = view

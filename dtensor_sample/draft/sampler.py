@@ -72,11 +72,11 @@ class DraftSampler:
         if self.greedy:
             params = params._replace(greedy=torch.ones_like(params.greedy))
             filters = filters_of([])
+        uniform_R = ops.uniform(params.seed, position_R, step_R, DRAFT)
+        drawn_R5, row = draw(edited, params, uniform_R, filters, plan.exchange, state.vocab_size)
         if filters.drawn:
             first_R = plan.row_draft_rows
-            state.drafts.write(rows, first_R, step, params.greedy, plan.exchange, width)
-        uniform_R = ops.uniform(params.seed, position_R, step_R, DRAFT)
-        drawn_R5, _ = draw(edited, params, uniform_R, filters, plan.exchange, state.vocab_size)
+            state.drafts.write(rows, row, first_R, step, params.greedy, plan.exchange, width)
         token_B = plan.settle(drawn_R5)[:, 0]
         state.slot_edits.remember(plan, token_B, step)
         state.on_host(plan, partial(self._keep, step=step))  # now that they are

@@ -308,11 +308,11 @@ class SequentialDraftSampler:
             factors = (*self.head.left, *right, self.target_D, W)
             x_QW = ops.markov(base_QKSv[:, k], floor_Q, before_Q, *factors)
             logits = Logits(x_QW[:, None], rows.first_id_S[:1])
+            edited = process(logits, plan, width, own_drafts_RK=token_QK, count_R=step_KQ[k])
+            drawn_Q5, row = draw(edited, params, uniform_KQ[k], filters, where, V)
             if filters.drawn:
                 first_Q = plan.row_draft_rows
-                state.drafts.write(logits, first_Q, k, params.greedy, keeping, width)
-            edited = process(logits, plan, width, own_drafts_RK=token_QK, count_R=step_KQ[k])
-            drawn_Q5, _ = draw(edited, params, uniform_KQ[k], filters, where, V)
+                state.drafts.write(logits, row, first_Q, k, params.greedy, keeping, width)
             before_Q = where.found(drawn_Q5[:, 0])
             token_QK[:, k] = before_Q
         return token_QK

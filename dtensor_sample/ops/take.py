@@ -9,7 +9,7 @@ from dtensor_sample.ops.define import define
 @define("take")
 def take(
     index_Q: Tensor,
-    wanted_Q: Tensor,
+    wanted_Q: Tensor | None,
     rows_R: Tensor | None,
     peak_R: Tensor,
     floor_R: Tensor,
@@ -21,8 +21,8 @@ def take(
     """Row `index` for each of Q where it is wanted, a row without tokens elsewhere.
 
     Args:
-        index_Q: [Q] int64 in [0, R).
-        wanted_Q: [Q] bool.
+        index_Q: [Q] int64 in [-1, R); -1 has no tokens and no mass, and other fields of any row.
+        wanted_Q: [Q] bool; None: all are.
         rows_R: [R] int64, where each row lies among the logits; None: in order.
         peak_R, floor_R, scale_R: [R] float32, see `Weighed`; so are the others.
         mass_RPC: [R, P, C] int64.
@@ -32,22 +32,24 @@ def take(
         [Q] int64, where each lies among the logits, -1 for one without tokens; and the fields of
         row `index`, wanted or not.
     """
-    row_Q = index_Q if rows_R is None else rows_R[index_Q]
+    exists_Q = index_Q >= 0
+    at_Q = index_Q.clamp(min=0)
+    row_Q = at_Q if rows_R is None else rows_R[at_Q]
     return (
-        torch.where(wanted_Q, row_Q, -1),
-        peak_R[index_Q],
-        floor_R[index_Q],
-        scale_R[index_Q],
-        mass_RPC[index_Q],
-        argmax_R[index_Q],
-        nans_R[index_Q],
+        torch.where(exists_Q if wanted_Q is None else exists_Q & wanted_Q, row_Q, -1),
+        peak_R[at_Q],
+        floor_R[at_Q],
+        scale_R[at_Q],
+        mass_RPC[at_Q] * exists_Q[:, None, None],
+        argmax_R[at_Q],
+        nans_R[at_Q],
     )
 
 
 @take.register_fake
 def _(
     index_Q: Tensor,
-    wanted_Q: Tensor,
+    wanted_Q: Tensor | None,
     rows_R: Tensor | None,
     peak_R: Tensor,
     floor_R: Tensor,

@@ -150,7 +150,7 @@ def _join_peaks_kernel(
 @kernel
 def _take_kernel(
     index_ptr,  # [Q] int64
-    wanted_ptr,  # [Q] bool
+    wanted_ptr,  # [Q] bool, or unused: all are
     rows_ptr,  # [R] int64, or unused
     peak_ptr,  # [R] float32
     floor_ptr,  # [R] float32
@@ -176,11 +176,15 @@ def _take_kernel(
     Example: index 5 that is not wanted takes the fields of row 5, and lies nowhere.
     """
     to = tl.program_id(0).to(tl.int64)
-    row = tl.load(index_ptr + to)
+    index = tl.load(index_ptr + to)
+    row = tl.maximum(index, 0)
     source = row
     if rows_ptr is not None:
         source = tl.load(rows_ptr + row)
-    tl.store(taken_ptr + to, tl.where(tl.load(wanted_ptr + to) != 0, source, -1))
+    wanted = index >= 0
+    if wanted_ptr is not None:
+        wanted = wanted & (tl.load(wanted_ptr + to) != 0)
+    tl.store(taken_ptr + to, tl.where(wanted, source, -1))
     tl.store(taken_peak_ptr + to, tl.load(peak_ptr + row))
     tl.store(taken_floor_ptr + to, tl.load(floor_ptr + row))
     tl.store(taken_scale_ptr + to, tl.load(scale_ptr + row))
@@ -188,7 +192,7 @@ def _take_kernel(
     tl.store(taken_nans_ptr + to, tl.load(nans_ptr + row))
     part = tl.arange(0, ALL_PARTS)
     entry = mass_ptr + row * row_stride + (part // PARTS).to(tl.int64) * segment_stride
-    mass = tl.load(entry + part % PARTS, mask=part < parts, other=0)
+    mass = tl.load(entry + part % PARTS, mask=(part < parts) & (index >= 0), other=0)
     tl.store(taken_mass_ptr + to * parts + part, mass, mask=part < parts)
 
 
@@ -247,7 +251,7 @@ def join_peaks(peaks_RS2: Tensor, min_p_R: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def take(
     index_Q: Tensor,
-    wanted_Q: Tensor,
+    wanted_Q: Tensor | None,
     rows_R: Tensor | None,
     peak_R: Tensor,
     floor_R: Tensor,
@@ -267,7 +271,7 @@ def take(
     if Q > 0:
         _take_kernel[(Q,)](
             index_Q.contiguous(),
-            wanted_Q.contiguous(),
+            None if wanted_Q is None else wanted_Q.contiguous(),
             rows_R,
             peak_R.contiguous(),
             floor_R.contiguous(),
