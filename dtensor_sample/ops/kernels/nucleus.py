@@ -140,7 +140,7 @@ def _guess_kernel(
         if tl.sum((tops >= value_of(bound, SHIFT)).to(tl.int32), 0) > FEW:
             bound += 1
         few = choose(listed, tops >= value_of(bound, SHIFT), block)
-        values, _, _ = read(
+        values, _, _, _ = read(
             x, row, edits, listed, few, 0, stride_s, stride_v, first_ptr, source, width,
             part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS,
             FEW * STEPS * CHUNK,
@@ -155,7 +155,7 @@ def _guess_kernel(
             # Of tokens below the bound, tops are known; of others, some blocks are asked.
             every = tl.cdiv(all_blocks, FEW)
             few = choose(listed, (block < all_blocks) & (block % every == every // 2), block)
-            values, _, _ = read(
+            values, _, _, _ = read(
                 x, row, edits, listed, few, 0, stride_s, stride_v, first_ptr, source, width,
                 part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS,
                 FEW * STEPS * CHUNK,

@@ -3,9 +3,11 @@
 The first pass over a row keeps the largest value of each block of about 128 logits, its top: only
 blocks with a top that large can hold values of a certain size, and only those are read.
 
-It is searched among all values between two bounds: each turn adds up what lies at or above three of
-them, the middle one by rank, which halves the range, and two close around where a straight line
-through the amounts at both bounds would meet the target, which often does much better.
+If those blocks hold few tokens of that size, as they mostly do for top-k, all are listed and each
+is compared with all others: what lies at or above each is known at once. Otherwise the threshold is
+searched among all values between two bounds: each turn adds up what lies at or above three of them,
+the middle one by rank, which halves the range, and two close around where a straight line through
+the amounts at both bounds would meet the target, which often does much better.
 """
 
 import torch
@@ -20,6 +22,11 @@ _PARTS = tl.constexpr(PARTS)
 _INF = tl.constexpr(float("inf"))
 SHIFT_OF = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Low bits of a float32 that are zeros when it comes from a shorter float."""
+LISTED = 256
+"""Tokens that a list has room for."""
+_LISTED = tl.constexpr(LISTED)
+_AT_ONCE = tl.constexpr(16)
+"""Listed tokens that all others are compared with at once."""
 
 
 @triton.jit
@@ -54,8 +61,23 @@ def fraction(mass, top_p):
 def largest_top(tops, k, highest, SHIFT: tl.constexpr):
     """The k-th largest top; about the least float32 if there are fewer than k."""
     low = rank_of(tl.full([], -3.4028234663852886e38, tl.float32), SHIFT)
-    ones = tl.full(tops.shape, 1, tl.int32)
-    return value_of(reach(tops, ones, None, None, low, highest, k, SHIFT), SHIFT)
+    high = highest
+    while low < high:
+        step = (high - low + 3) // 4
+        r1 = tl.minimum(low + step, high)
+        r2 = tl.minimum(r1 + step, high)
+        r3 = tl.minimum(r2 + step, high)
+        # Three counts of at most 2**20 in one integer.
+        each = (tops >= value_of(r1, SHIFT)).to(tl.int64)
+        each += (tops >= value_of(r2, SHIFT)).to(tl.int64) << 21
+        each += (tops >= value_of(r3, SHIFT)).to(tl.int64) << 42
+        counts = tl.sum(each, 0)
+        enough1 = (counts & 0x1FFFFF) >= k
+        enough2 = ((counts >> 21) & 0x1FFFFF) >= k
+        enough3 = (counts >> 42) >= k
+        high = tl.where(enough2, tl.where(enough3, high, r3 - 1), tl.where(enough1, r2, r1) - 1)
+        low = tl.where(enough2, tl.where(enough3, r3, r2), tl.where(enough1, r1, low))
+    return value_of(low, SHIFT)
 
 
 @triton.jit
@@ -103,7 +125,12 @@ def read(
     TOP: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Values [b, STEPS, CHUNK] of b listed blocks, [b] their parts, [b] whether there are any."""
+    """Listed blocks, b of them.
+
+    Returns:
+        [b, STEPS, CHUNK] values and their columns among those of the whole row; [b] parts, and
+        whether there are as many blocks.
+    """
     entry = start + tl.arange(0, TILE // (STEPS * CHUNK))
     exists = entry < few
     block = tl.load(listed + entry, mask=exists, other=0)
@@ -124,7 +151,67 @@ def read(
     wanted = present & (column < count[:, None, None])
     base = segment.to(tl.int64)[:, None, None] * width
     values = fetch(x, column, stride_v, present, wanted, base, row, edits, TOP, UNIT)
-    return values, part, exists
+    return values, base.to(tl.int32) + column, part, exists
+
+
+@triton.jit
+def list_tokens(
+    tokens, x, row, edits, listed, few, least,
+    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+    TOP: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """How many tokens of listed blocks are >= least; the first LISTED of them are listed.
+
+    Args:
+        tokens: [2, LISTED] int32, out: the bits of their values, and their columns.
+        least: a finite value.
+    """
+    have = tl.zeros([], tl.int32)
+    for start in range(0, few, TILE // (STEPS * CHUNK)):
+        values, column, _, _ = read(
+            x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
+            part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
+        )  # fmt: skip
+        values = tl.reshape(values, [TILE]) + 0.0  # -0 is +0
+        chosen = (values >= least).to(tl.int32)
+        place = have + tl.cumsum(chosen, 0) - 1
+        room = (chosen > 0) & (place < _LISTED)
+        tl.store(tokens + place, values.to(tl.int32, bitcast=True), mask=room)
+        tl.store(tokens + _LISTED + place, tl.reshape(column, [TILE]), mask=room)
+        have += tl.sum(chosen, 0)
+    tl.debug_barrier()  # all is written
+    return have
+
+
+@triton.jit
+def listed_amounts(tokens, have, peak, least, scale, unit_bits, EXACT: tl.constexpr):
+    """[LISTED] listed values, -inf beyond the last; how many are as large, and what those weigh."""
+    entry = tl.arange(0, _LISTED)
+    value = _listed_value(tokens, entry, have)
+    counts = tl.zeros([_LISTED, _AT_ONCE], tl.int32)
+    masses = tl.zeros([_LISTED, _AT_ONCE], tl.int64)
+    for start in range(0, have, _AT_ONCE):
+        theirs = _listed_value(tokens, start + tl.arange(0, _AT_ONCE), have)
+        weights = integer_weight(theirs, peak, least, scale, unit_bits, EXACT)
+        as_large = theirs[None, :] >= value[:, None]
+        counts += as_large.to(tl.int32)
+        masses += tl.where(as_large, weights[None, :], 0)
+    return value, tl.sum(counts, 1), tl.sum(masses, 1)
+
+
+@triton.jit
+def listed_columns(tokens, have):
+    """[LISTED] columns of listed tokens among those of the whole row; 0 beyond the last."""
+    entry = tl.arange(0, _LISTED)
+    return tl.load(tokens + _LISTED + entry, mask=entry < have, other=0)
+
+
+@triton.jit
+def _listed_value(tokens, entry, have):
+    nothing = tl.full([], -_INF, tl.float32).to(tl.int32, bitcast=True)
+    bits = tl.load(tokens + entry, mask=entry < have, other=nothing)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -142,7 +229,7 @@ def amounts(
         zeros = unit_sum(zeros, unit_bits)
     a0, a1, a2 = zeros, zeros, zeros
     for start in range(0, few, TILE // (STEPS * CHUNK)):
-        values, _, _ = read(
+        values, _, _, _ = read(
             x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
             part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
         )  # fmt: skip

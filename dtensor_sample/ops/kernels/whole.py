@@ -3,7 +3,8 @@
 The first pass keeps the largest value of each block of about 128 logits, its top. At least k logits
 are as large as the k-th largest top, so only blocks with a top that large can hold the k largest
 logits: some 50 of 1000 for top-k 50. Then one program a row finds its thresholds and masses from
-such blocks alone. Rows with top-p and no top-k are left to `nucleus`, if the batch may have any.
+such blocks alone: from a list of their tokens that are as large or, where that has no room for all,
+by searching. Rows with top-p and no top-k are left to `nucleus`, if the batch may have any.
 """
 
 from collections.abc import Sequence
@@ -24,12 +25,16 @@ from dtensor_sample.ops.kernels.passes import (
     second_pass,
 )
 from dtensor_sample.ops.kernels.threshold import (
+    LISTED,
     SHIFT_OF,
     amounts,
     choose,
     expect,
     fraction,
     largest_top,
+    list_tokens,
+    listed_amounts,
+    listed_columns,
     rank_of,
     read,
     search,
@@ -48,7 +53,9 @@ from dtensor_sample.ops.values import weight_bits
 _PARTS = tl.constexpr(PARTS)
 _INF = tl.constexpr(float("inf"))
 _TOP_P_ONE = tl.constexpr(TOP_P_ONE)
-WARPS = 16
+_LISTED = tl.constexpr(LISTED)
+_NOWHERE = tl.constexpr(0x7FFFFFFF)
+WARPS = 8
 TILE = WARPS * 32 * CHUNK
 
 
@@ -63,7 +70,7 @@ def _whole_kernel(
     part_peak_ptr,  # [R, S, PARTS] float32
     part_nans_ptr,  # [R, S, PARTS] int32
     top_ptr,  # [R, S, PARTS, blocks] of `value_dtype`
-    list_ptr,  # scratch: [programs, S * PARTS * blocks] int32
+    list_ptr,  # scratch: [programs, 2 * LISTED + S * PARTS * blocks] int32
     min_p_ptr,  # [R] float32
     scale_ptr,  # [R] float32
     top_k_ptr,  # [R] int64
@@ -102,7 +109,8 @@ def _whole_kernel(
     Example: logits [1, 3, 3, 2], top-k 3, top-p 0.6 at scale 1: the third largest value is 2; of
     the mass 2**S * (1 + 1 + 1/2) at least 0.6 lies at or above 3, which is the threshold.
     """
-    listed = list_ptr + tl.program_id(0).to(tl.int64) * segments * _PARTS * BLOCKS
+    tokens = list_ptr + tl.program_id(0).to(tl.int64) * (2 * _LISTED + segments * _PARTS * BLOCKS)
+    listed = tokens + 2 * _LISTED
     for turn in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
         row = turn * tl.num_programs(0) + tl.program_id(0)
         source = source_row(rows_ptr, row, HAS_ROWS)
@@ -115,89 +123,117 @@ def _whole_kernel(
         at = row.to(tl.int64) * all_blocks + block
         tops = tl.load(top_ptr + at, mask=block < all_blocks, other=-_INF).to(tl.float32)
         highest = rank_of(peak, SHIFT)
+        have = tl.full([], _LISTED + 1, tl.int32)
+        top_k = tl.full([], 0, tl.int64)
+        top_p = tl.full([], _TOP_P_ONE, tl.int64)
+        if TOP_P:
+            top_p = tl.load(top_p_ptr + row)
+        if not NUCLEUS:
+            mass = mass_ptr + row.to(tl.int64) * segments * _PARTS
 
         if TOP_K:
             top_k = tl.load(top_k_ptr + row)
             if (top_k < vocab_size) & (holder >= 0):
                 least = tl.maximum(floor, largest_top(tops, top_k, highest, SHIFT))
                 few = choose(listed, tops >= least, block)
-                have, _, _ = amounts(
-                    x, row, edits, listed, few, least, least, least, peak, least, 0.0, scale,
-                    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    False, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
-                    BLOCKS, CHUNK, STEPS, TILE,
-                )  # fmt: skip
-                low = rank_of(least, SHIFT)
-                target = tl.minimum(have, top_k)
-                beyond = tl.zeros([], tl.int64)
-                r1, r2 = expect(low, have, highest, beyond, target, SHIFT)
-                rank = search(
-                    x, row, edits, listed, few, low, highest, have, beyond, target, r1, r2,
-                    peak, least, 0.0, scale,
-                    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    False, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
-                    BLOCKS, CHUNK, STEPS, TILE,
-                )  # fmt: skip
-                floor = tl.maximum(floor, value_of(rank, SHIFT))
+                if top_k <= _LISTED:
+                    have = list_tokens(
+                        tokens, x, row, edits, listed, few, least,
+                        stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                        TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
+                    )  # fmt: skip
+                if have > _LISTED:
+                    count, _, _ = amounts(
+                        x, row, edits, listed, few, least, least, least, peak, least, 0.0, scale,
+                        stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                        False, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
+                        BLOCKS, CHUNK, STEPS, TILE,
+                    )  # fmt: skip
+                    low = rank_of(least, SHIFT)
+                    target = tl.minimum(count, top_k)
+                    beyond = tl.zeros([], tl.int64)
+                    r1, r2 = expect(low, count, highest, beyond, target, SHIFT)
+                    rank = search(
+                        x, row, edits, listed, few, low, highest, count, beyond, target, r1, r2,
+                        peak, least, 0.0, scale,
+                        stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                        False, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
+                        BLOCKS, CHUNK, STEPS, TILE,
+                    )  # fmt: skip
+                    floor = tl.maximum(floor, value_of(rank, SHIFT))
 
-        if TOP_P:
-            top_p = tl.load(top_p_ptr + row)
-            mine = holder >= 0
-            if NUCLEUS:
-                mine = mine & (top_k < vocab_size)
-            if mine & (top_p < _TOP_P_ONE):
+        if have <= _LISTED:  # every token that is kept is
+            least, _ = row_limits(peak, floor, scale)
+            value, counts, masses = listed_amounts(
+                tokens, have, peak, least, scale, unit_bits, EXACT
+            )
+            enough = counts >= tl.minimum(have, top_k)
+            floor = tl.maximum(floor, tl.max(tl.where(enough, value, -_INF), 0))
+            if top_p < _TOP_P_ONE:
+                enough = masses >= fraction(tl.max(tl.where(value >= floor, masses, 0), 0), top_p)
+                floor = tl.maximum(floor, tl.max(tl.where(enough, value, -_INF), 0))
+            if not NUCLEUS:
+                column = listed_columns(tokens, have)
+                least, _ = row_limits(peak, floor, scale)
+                weights = integer_weight(value, peak, least, scale, unit_bits, EXACT)
+                part = column // width * _PARTS + column % width // part_columns
+                tl.atomic_add(mass + part, weights, mask=weights > 0, sem="relaxed")
+                column = tl.min(tl.where(value == peak, column, _NOWHERE), 0)
+                token = tl.load(first_ptr + column // width) + column % width
+                tl.store(argmax_ptr + row, token)
+        else:
+            if TOP_P:
+                mine = (holder >= 0) & (top_p < _TOP_P_ONE)
+                if NUCLEUS:
+                    mine = mine & (top_k < vocab_size)
+                if mine:
+                    least, lowest = row_limits(peak, floor, scale)
+                    few = choose(listed, tops >= least, block)
+                    all_mass, _, _ = amounts(
+                        x, row, edits, listed, few, least, least, least, peak, least, lowest, scale,
+                        stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                        True, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
+                        BLOCKS, CHUNK, STEPS, TILE,
+                    )  # fmt: skip
+                    target = fraction(all_mass, top_p)
+                    low = rank_of(least, SHIFT)
+                    beyond = tl.zeros([], tl.int64)
+                    r1, r2 = expect(low, all_mass, highest, beyond, target, SHIFT)
+                    rank = search(
+                        x, row, edits, listed, few, low, highest, all_mass, beyond, target, r1, r2,
+                        peak, least, lowest, scale,
+                        stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                        True, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
+                        BLOCKS, CHUNK, STEPS, TILE,
+                    )  # fmt: skip
+                    floor = tl.maximum(floor, value_of(rank, SHIFT))
+            if not NUCLEUS:
                 least, lowest = row_limits(peak, floor, scale)
                 few = choose(listed, tops >= least, block)
-                have, _, _ = amounts(
-                    x, row, edits, listed, few, least, least, least, peak, least, lowest, scale,
-                    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    True, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
-                    BLOCKS, CHUNK, STEPS, TILE,
-                )  # fmt: skip
-                target = fraction(have, top_p)
-                low = rank_of(least, SHIFT)
-                beyond = tl.zeros([], tl.int64)
-                r1, r2 = expect(low, have, highest, beyond, target, SHIFT)
-                rank = search(
-                    x, row, edits, listed, few, low, highest, have, beyond, target, r1, r2,
-                    peak, least, lowest, scale,
-                    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                    True, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
-                    BLOCKS, CHUNK, STEPS, TILE,
-                )  # fmt: skip
-                floor = tl.maximum(floor, value_of(rank, SHIFT))
+                for start in range(0, few, TILE // (STEPS * CHUNK)):
+                    values, _, part, exists = read(
+                        x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source,
+                        width, part_columns, vocab_size, TOP, UNIT, ALIGNED,
+                        BLOCKS, CHUNK, STEPS, TILE,
+                    )  # fmt: skip
+                    weights = integer_weight(values, peak, least, scale, unit_bits, EXACT)
+                    sums = tl.sum(tl.sum(weights, 2), 1)
+                    tl.atomic_add(mass + part, sums, mask=exists, sem="relaxed")
+                if holder < 0:
+                    tl.store(argmax_ptr + row, tl.full([], -1, tl.int64))
+                else:
+                    segment = holder // _PARTS
+                    first = tl.load(first_ptr + segment)
+                    count = tl.minimum(tl.maximum(vocab_size - first, 0), width).to(tl.int32)
+                    column = first_of(
+                        x + segment.to(tl.int64) * stride_s, holder % _PARTS, stride_v, width,
+                        part_columns, count, peak, segment * width, row, edits, TOP, UNIT, TILE,
+                    )  # fmt: skip
+                    tl.store(argmax_ptr + row, first + column)
         tl.store(floor_ptr + row, floor)
-
         if not NUCLEUS:
-            least, lowest = row_limits(peak, floor, scale)
-            few = choose(listed, tops >= least, block)
-            for start in range(0, few, TILE // (STEPS * CHUNK)):
-                values, part, exists = read(
-                    x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
-                    part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
-                )  # fmt: skip
-                weights = integer_weight(values, peak, least, scale, unit_bits, EXACT)
-                sums = tl.sum(tl.sum(weights, 2), 1)
-                tl.atomic_add(
-                    mass_ptr + row.to(tl.int64) * segments * _PARTS + part,
-                    sums,
-                    mask=exists,
-                    sem="relaxed",
-                )
             tl.store(peak_ptr + row, peak)
             tl.store(nans_ptr + row, nans)
-            if holder < 0:
-                tl.store(argmax_ptr + row, tl.full([], -1, tl.int64))
-            else:
-                segment = holder // _PARTS
-                first = tl.load(first_ptr + segment)
-                count = tl.minimum(tl.maximum(vocab_size - first, 0), width).to(tl.int32)
-                x += segment.to(tl.int64) * stride_s
-                column = first_of(
-                    x, holder % _PARTS, stride_v, width, part_columns, count, peak, segment * width,
-                    row, edits, TOP, UNIT, TILE,
-                )  # fmt: skip
-                tl.store(argmax_ptr + row, first + column)
 
 
 def weigh(
@@ -231,7 +267,8 @@ def weigh(
     if top_RSCb is not None and (filter_top_k or not filter_top_p_alone) and R > 0:
         bits, blocks = weight_bits(vocab_size), top_RSCb.shape[3]
         programs = min(R, programs_of(x_NSv.device))
-        list_Pb = first_id_S.new_empty((programs, S * PARTS * blocks), dtype=torch.int32)
+        size = 2 * LISTED + S * PARTS * blocks
+        list_Pb = first_id_S.new_empty((programs, size), dtype=torch.int32)
         _whole_kernel[(programs,)](
             x_NSv,
             *x_NSv.stride(),
