@@ -13,17 +13,25 @@ from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.passes import item_parts, item_place
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
+    add_truncated,
     is_tame,
     load,
-    probability_units,
     row_limits,
     segment_count,
+    share,
     source_row,
 )
 from dtensor_sample.ops.parts import PARTS, part_width
 from dtensor_sample.ops.values import count_rows, weight_bits
 
-_ONE = tl.constexpr(1 << 60)
+_ONE = tl.constexpr(2.0**50)
+"""Probability 1, as `residual` wants factors."""
+_RATIO_UNIT = tl.constexpr(2.0**-10)
+"""The unit of ratios, 2**-60, likewise."""
+_SHIFT = tl.constexpr(9)
+"""Residuals are kept in units of 2**-60."""
+_WHOLE = tl.constexpr(2.0**52)
+"""Float64 numbers from here on have no bits for fractions."""
 _WARPS = 4
 _TILE = _WARPS * 32 * 8
 
@@ -90,10 +98,10 @@ def draft_row(
     Returns:
         The target's factor, a pointer to the draft logits beside the segment's, how many of those
         there are, the column whose token is one-hot (or any that no column has), and the draft's
-        peak, limits (see `row_limits`), scale and factor.
+        peak, limits (see `row_limits`), scale and factor. Factors are in units of 2**-50.
     """
     total = tl.maximum(tl.load(total_ptr + row), 1).to(tl.float64)
-    factor = tl.load(ratio_ptr + row).to(tl.float64) / total
+    factor = tl.load(ratio_ptr + row).to(tl.float64) * _RATIO_UNIT / total
     source = tl.load(draft_rows_ptr + row)
     segment = segment.to(tl.int64)
     draft = draft_ptr + tl.maximum(source, 0) * draft_stride_m + segment * draft_stride_s
@@ -104,7 +112,7 @@ def draft_row(
     scale = tl.load(draft_scale_ptr + row)
     least, lowest = row_limits(peak, tl.load(draft_floor_ptr + row), scale)
     draft_total = tl.maximum(tl.load(draft_total_ptr + row), 1).to(tl.float64)
-    one = tl.full([], _ONE, tl.int64).to(tl.float64)
+    one = tl.full([], _ONE, tl.float64)
     return factor, draft, left, hot, peak, least, lowest, scale, one / draft_total
 
 
@@ -115,15 +123,64 @@ def residual(
     DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The int64 max(ratio * p - q, 0) of columns of a segment, given the target's clean values."""
-    p = probability_units(values, peak, least, 0.0, scale, factor, "exact", unit_bits, EXACT)
+    p = share(values, peak, least, 0.0, scale, factor, "exact", unit_bits, EXACT)
     there = column < left
     drafted = fetch(
         draft, column, draft_stride_w, there, there, base, row, draft_edits, DRAFT_TOP, DRAFT_UNIT
     )
-    q = probability_units(
+    q = share(
         drafted, draft_peak, draft_least, 0.0, draft_scale, draft_factor, "exact", unit_bits, EXACT
     )
-    return tl.where(column == hot, 0, tl.maximum(p - q, 0))
+    return tl.where(column == hot, 0, _surplus(p, q).to(tl.int64) << _SHIFT)
+
+
+@triton.jit
+def _surplus(p, q):
+    """Max(p - q, 0) in units of half the size, to be truncated."""
+    difference = p - q
+    return difference + tl.abs(difference)
+
+
+@triton.jit
+def _quick_residuals(
+    x, stride_v, draft, draft_stride_w, column, width,
+    peak, least, lowest, scale, factor,
+    draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
+    DRAFTED: tl.constexpr, UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr,
+    unit_bits, LANES: tl.constexpr,
+):  # fmt: skip
+    """The int64 sums of residuals over every LANES-th of `width` columns, where none needs care.
+
+    DRAFTED: whether there are draft logits of all of them; or else of none.
+    """
+    total = tl.full(column.shape, _WHOLE, tl.float64)
+    full = width // LANES * LANES
+    for step in range(0, full, LANES):
+        values = load(x, column + step, stride_v, None, UNIT)
+        p = share(values, peak, least, lowest, scale, factor, "least", unit_bits, True)
+        if DRAFTED:
+            values = load(draft, column + step, draft_stride_w, None, DRAFT_UNIT)
+            q = share(
+                values, draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
+                "least", unit_bits, True,
+            )  # fmt: skip
+            total = add_truncated(total, _surplus(p, q))
+        else:
+            total = add_truncated(total, p + p)
+    if full < width:
+        present = tl.arange(0, LANES)[None, :] + full < width
+        values = load(x, column + full, stride_v, present, UNIT)
+        p = share(values, peak, least, lowest, scale, factor, "least", unit_bits, True)
+        if DRAFTED:
+            values = load(draft, column + full, draft_stride_w, present, DRAFT_UNIT)
+            q = share(
+                values, draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
+                "least", unit_bits, True,
+            )  # fmt: skip
+            total = add_truncated(total, _surplus(p, q))
+        else:
+            total = add_truncated(total, p + p)
+    return (total - _WHOLE).to(tl.int64) << _SHIFT
 
 
 @kernel
@@ -190,41 +247,38 @@ def _residual_mass_kernel(
     lane = tl.arange(0, LANES)[None, :]
     column = (begin + tl.arange(0, G))[:, None] * part_columns + lane
     total = tl.zeros([G, LANES], tl.int64)
-    # Quickly what needs no care, then the rest.
-    careful = 0
+    # Quickly where nothing needs care.
+    end = (begin + G) * part_columns
+    quick, drafted = False, False
     if EXACT and edits[0] is None and draft_edits[0] is None:
-        end = (begin + G) * part_columns
-        if is_tame(peak, scale, TOP) & (end <= count) & (left == 0):
-            careful = part_columns // LANES * LANES
-            for step in range(0, careful, LANES):
-                values = load(x, column + step, stride_v, None, UNIT)
-                p = probability_units(
-                    values, peak, least, lowest, scale, factor, "least", unit_bits, EXACT
-                )
-                total += tl.where(column + step == hot, 0, p)
-        tame = is_tame(peak, scale, TOP) & is_tame(draft_peak, draft_scale, DRAFT_TOP)
-        if tame & (end <= count) & (end <= left):
-            careful = part_columns // LANES * LANES
-            for step in range(0, careful, LANES):
-                values = load(x, column + step, stride_v, None, UNIT)
-                p = probability_units(
-                    values, peak, least, lowest, scale, factor, "least", unit_bits, EXACT
-                )
-                values = load(draft, column + step, draft_stride_w, None, DRAFT_UNIT)
-                q = probability_units(
-                    values, draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
-                    "least", unit_bits, EXACT,
-                )  # fmt: skip
-                total += tl.where(column + step == hot, 0, tl.maximum(p - q, 0))
-    for step in range(careful, tl.where(begin * part_columns < count, part_columns, 0), LANES):
-        wanted = (lane + step < part_columns) & (column + step < count)
-        base = segment * width
-        values = fetch(x, column + step, stride_v, wanted, wanted, base, row, edits, TOP, UNIT)
-        total += residual(
-            values, column + step, peak, least, scale, factor, draft, draft_stride_w, left, hot,
-            draft_peak, draft_least, draft_scale, draft_factor, base, row, draft_edits,
-            DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
+        cold = (hot < begin * part_columns) | (hot >= end)
+        quick = cold & (end <= count) & is_tame(peak, scale, TOP)
+        drafted = quick & (end <= left) & is_tame(draft_peak, draft_scale, DRAFT_TOP)
+        quick = quick & (left == 0)
+    if quick:
+        total = _quick_residuals(
+            x, stride_v, draft, draft_stride_w, column, part_columns,
+            peak, least, lowest, scale, factor,
+            draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
+            False, UNIT, DRAFT_UNIT, unit_bits, LANES,
         )  # fmt: skip
+    elif drafted:
+        total = _quick_residuals(
+            x, stride_v, draft, draft_stride_w, column, part_columns,
+            peak, least, lowest, scale, factor,
+            draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
+            True, UNIT, DRAFT_UNIT, unit_bits, LANES,
+        )  # fmt: skip
+    else:
+        for step in range(0, tl.where(begin * part_columns < count, part_columns, 0), LANES):
+            wanted = (lane + step < part_columns) & (column + step < count)
+            base = segment * width
+            values = fetch(x, column + step, stride_v, wanted, wanted, base, row, edits, TOP, UNIT)
+            total += residual(
+                values, column + step, peak, least, scale, factor, draft, draft_stride_w, left,
+                hot, draft_peak, draft_least, draft_scale, draft_factor, base, row, draft_edits,
+                DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
+            )  # fmt: skip
     tl.store(mass_ptr + item.to(tl.int64) * G + tl.arange(0, G), tl.sum(total, 1))
 
 

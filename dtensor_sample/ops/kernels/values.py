@@ -123,11 +123,11 @@ def integer_weight(x, peak, least, scale, unit_bits, EXACT: tl.constexpr):
 
 
 @triton.jit
-def probability_units(
+def share(
     x, peak, least, lowest, scale, factor,
     KEEP: tl.constexpr, unit_bits, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The int64 products of weights and a float64 factor of their row, at most 2**60, truncated.
+    """The products of integer weights and a float64 factor of their row, rounded to float64.
 
     KEEP: as in `weight`; "exact" unless EXACT.
     """
@@ -139,8 +139,22 @@ def probability_units(
         product = rounded * (factor * lift.to(tl.float64, bitcast=True))
     else:
         product = integer_weight(x, peak, least, scale, unit_bits, EXACT).to(tl.float64) * factor
-    one = tl.full([], 1 << 60, tl.int64)
-    return tl.minimum(product, one.to(tl.float64)).to(tl.int64)
+    return product
+
+
+@triton.jit
+def add_truncated(total, x):
+    """Total + x, the latter truncated: float64 total whole, in [2**52, 2**53), and x >= 0.
+
+    Totals of that size have no bits for fractions, so that rounding down drops those of x.
+    """
+    if _INTERPRETED:
+        total += tl.floor(x)
+    else:
+        total = tl.inline_asm_elementwise(
+            "add.rm.f64 $0, $1, $2;", "=d,d,d", [total, x], tl.float64, is_pure=True, pack=1
+        )
+    return total
 
 
 @triton.jit
