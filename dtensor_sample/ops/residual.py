@@ -3,7 +3,7 @@
 Each of ratio * p and q is a float64 product of a weight and one factor of its row, and what is left
 of their difference is truncated to a multiple of 2**-51: the same bits wherever a token is
 evaluated. So residuals add up over blocks and shards exactly as the weights do. V tokens together
-lose less than V * 2**-51: 6e-11 of 129,280, of which half is to be expected.
+lose less than V * 2**-51 of probability, 6e-11 for 129,280, and half of that is to be expected.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from dtensor_sample.ops.values import count_rows, token_ids, values, values_at, 
 
 ONE = 1 << 60
 """Probability 1."""
-_SHIFT = 9
+SHIFT = 9
 """Residuals are multiples of 2**9 units of 2**-60."""
 
 
@@ -191,13 +191,13 @@ def _shares(
 ) -> Tensor:
     """[R, S, v] float64: ratio * weight / total in units of 2**-51."""
     weight_RSv = weights(value_RSv, peak_R, floor_R, scale_R, vocab_size)
-    factor_R = ratio_R.double() * 0.5**_SHIFT / total_R.clamp(min=1).double()
+    factor_R = ratio_R.double() * 0.5**SHIFT / total_R.clamp(min=1).double()
     return weight_RSv.double().mul_(factor_R[:, None, None])
 
 
 def _residuals(p_RSv: Tensor, q_RSv: Tensor, hot_RSv: Tensor) -> Tensor:
     """[R, S, v] int64: max(p - q, 0), truncated, in units of 2**-60; q is 1 where hot."""
-    return p_RSv.sub_(q_RSv).clamp_(min=0).masked_fill_(hot_RSv, 0).to(torch.int64) << _SHIFT
+    return p_RSv.sub_(q_RSv).clamp_(min=0).masked_fill_(hot_RSv, 0).to(torch.int64) << SHIFT
 
 
 for _op, _out, _more in (

@@ -22,14 +22,13 @@ from dtensor_sample.ops.kernels.values import (
     source_row,
 )
 from dtensor_sample.ops.parts import PARTS, part_width
+from dtensor_sample.ops.residual import ONE, SHIFT
 from dtensor_sample.ops.values import count_rows, weight_bits
 
-_ONE = tl.constexpr(2.0**50)
-"""Probability 1, as `residual` wants factors."""
-_RATIO_UNIT = tl.constexpr(2.0**-10)
-"""The unit of ratios, 2**-60, likewise."""
-_SHIFT = tl.constexpr(9)
-"""Residuals are kept in units of 2**-60."""
+_ONE = tl.constexpr(ONE)
+_SHIFT = tl.constexpr(SHIFT)
+_UNITS = tl.constexpr(0.5 ** (SHIFT + 1))
+"""Of 2**-60 to those of factors, see `draft_row`."""
 _WHOLE = tl.constexpr(2.0**52)
 """Float64 numbers from here on have no bits for fractions."""
 _WARPS = 4
@@ -101,7 +100,7 @@ def draft_row(
         peak, limits (see `row_limits`), scale and factor. Factors are in units of 2**-50.
     """
     total = tl.maximum(tl.load(total_ptr + row), 1).to(tl.float64)
-    factor = tl.load(ratio_ptr + row).to(tl.float64) * _RATIO_UNIT / total
+    factor = tl.load(ratio_ptr + row).to(tl.float64) * _UNITS / total
     source = tl.load(draft_rows_ptr + row)
     segment = segment.to(tl.int64)
     draft = draft_ptr + tl.maximum(source, 0) * draft_stride_m + segment * draft_stride_s
@@ -112,8 +111,8 @@ def draft_row(
     scale = tl.load(draft_scale_ptr + row)
     least, lowest = row_limits(peak, tl.load(draft_floor_ptr + row), scale)
     draft_total = tl.maximum(tl.load(draft_total_ptr + row), 1).to(tl.float64)
-    one = tl.full([], _ONE, tl.float64)
-    return factor, draft, left, hot, peak, least, lowest, scale, one / draft_total
+    draft_factor = tl.full([], _ONE, tl.int64).to(tl.float64) * _UNITS / draft_total
+    return factor, draft, left, hot, peak, least, lowest, scale, draft_factor
 
 
 @triton.jit
@@ -142,45 +141,55 @@ def _surplus(p, q):
 
 
 @triton.jit
-def _quick_residuals(
-    x, stride_v, draft, draft_stride_w, column, width,
-    peak, least, lowest, scale, factor,
-    draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
-    DRAFTED: tl.constexpr, UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr,
+def _quick_sums(
+    p, q, column, width,
+    DRAFTED: tl.constexpr, KEEP: tl.constexpr, UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr,
     unit_bits, LANES: tl.constexpr,
 ):  # fmt: skip
     """The int64 sums of residuals over every LANES-th of `width` columns, where none needs care.
 
-    DRAFTED: whether there are draft logits of all of them; or else of none.
+    Args:
+        p, q: the target and the draft, see `_quick_share`.
+        column: the first of each.
+        DRAFTED: whether there are draft logits beside all of them; or else beside none.
+        KEEP: see `weight`.
     """
     total = tl.full(column.shape, _WHOLE, tl.float64)
     full = width // LANES * LANES
     for step in range(0, full, LANES):
-        values = load(x, column + step, stride_v, None, UNIT)
-        p = share(values, peak, least, lowest, scale, factor, "least", unit_bits, True)
-        if DRAFTED:
-            values = load(draft, column + step, draft_stride_w, None, DRAFT_UNIT)
-            q = share(
-                values, draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
-                "least", unit_bits, True,
-            )  # fmt: skip
-            total = add_truncated(total, _surplus(p, q))
-        else:
-            total = add_truncated(total, p + p)
+        surplus = _quick_surplus(
+            p, q, column + step, None, DRAFTED, KEEP, UNIT, DRAFT_UNIT, unit_bits
+        )
+        total = add_truncated(total, surplus)
     if full < width:
         present = tl.arange(0, LANES)[None, :] + full < width
-        values = load(x, column + full, stride_v, present, UNIT)
-        p = share(values, peak, least, lowest, scale, factor, "least", unit_bits, True)
-        if DRAFTED:
-            values = load(draft, column + full, draft_stride_w, present, DRAFT_UNIT)
-            q = share(
-                values, draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
-                "least", unit_bits, True,
-            )  # fmt: skip
-            total = add_truncated(total, _surplus(p, q))
-        else:
-            total = add_truncated(total, p + p)
+        surplus = _quick_surplus(
+            p, q, column + full, present, DRAFTED, KEEP, UNIT, DRAFT_UNIT, unit_bits
+        )
+        total = add_truncated(total, surplus)
     return (total - _WHOLE).to(tl.int64) << _SHIFT
+
+
+@triton.jit
+def _quick_surplus(
+    p, q, column, present, DRAFTED: tl.constexpr, KEEP: tl.constexpr,
+    UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits,
+):  # fmt: skip
+    """`_surplus` of columns, of which those that are not present have none."""
+    share_p = _quick_share(p, column, present, KEEP, UNIT, unit_bits)
+    if DRAFTED:
+        share_q = _quick_share(q, column, present, KEEP, DRAFT_UNIT, unit_bits)
+    else:
+        share_q = tl.zeros_like(share_p)
+    return _surplus(share_p, share_q)
+
+
+@triton.jit
+def _quick_share(of_row, column, present, KEEP: tl.constexpr, UNIT: tl.constexpr, unit_bits):
+    """Shares of columns of a tame row."""
+    pointer, stride, peak, least, lowest, scale, factor = of_row
+    values = load(pointer, column, stride, present, UNIT)
+    return share(values, peak, least, lowest, scale, factor, KEEP, unit_bits, True)
 
 
 @kernel
@@ -248,27 +257,31 @@ def _residual_mass_kernel(
     column = (begin + tl.arange(0, G))[:, None] * part_columns + lane
     total = tl.zeros([G, LANES], tl.int64)
     # Quickly where nothing needs care.
-    end = (begin + G) * part_columns
-    quick, drafted = False, False
+    alone, drafted = False, False
     if EXACT and edits[0] is None and draft_edits[0] is None:
-        cold = (hot < begin * part_columns) | (hot >= end)
-        quick = cold & (end <= count) & is_tame(peak, scale, TOP)
-        drafted = quick & (end <= left) & is_tame(draft_peak, draft_scale, DRAFT_TOP)
-        quick = quick & (left == 0)
-    if quick:
-        total = _quick_residuals(
-            x, stride_v, draft, draft_stride_w, column, part_columns,
-            peak, least, lowest, scale, factor,
-            draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
-            False, UNIT, DRAFT_UNIT, unit_bits, LANES,
-        )  # fmt: skip
+        end = (begin + G) * part_columns
+        quick = (end <= count) & ((hot < begin * part_columns) | (hot >= end))
+        quick = quick & is_tame(peak, scale, TOP)
+        alone = quick & (left == 0)
+        drafted = quick & (left >= end) & is_tame(draft_peak, draft_scale, DRAFT_TOP)
+    p = (x, stride_v, peak, least, lowest, scale, factor)
+    q = (
+        draft, draft_stride_w,
+        draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
+    )  # fmt: skip
+    if alone:
+        total = _quick_sums(
+            p, q, column, part_columns, False, "least", UNIT, DRAFT_UNIT, unit_bits, LANES
+        )
     elif drafted:
-        total = _quick_residuals(
-            x, stride_v, draft, draft_stride_w, column, part_columns,
-            peak, least, lowest, scale, factor,
-            draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
-            True, UNIT, DRAFT_UNIT, unit_bits, LANES,
-        )  # fmt: skip
+        if (least <= peak + lowest) & (draft_least <= draft_peak + draft_lowest):
+            total = _quick_sums(
+                p, q, column, part_columns, True, "any", UNIT, DRAFT_UNIT, unit_bits, LANES
+            )
+        else:
+            total = _quick_sums(
+                p, q, column, part_columns, True, "least", UNIT, DRAFT_UNIT, unit_bits, LANES
+            )
     else:
         for step in range(0, tl.where(begin * part_columns < count, part_columns, 0), LANES):
             wanted = (lane + step < part_columns) & (column + step < count)

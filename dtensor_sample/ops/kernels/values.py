@@ -134,9 +134,13 @@ def share(
     if EXACT:
         # The weight as a float64 in the units of `unit_sum`; the factor takes the rest.
         unit = unit_sum(x, unit_bits)
-        rounded = (unit + weight(x, peak, least, lowest, scale, KEEP)) - unit
+        total = unit + weight(x, peak, least, lowest, scale, KEEP)
         lift = tl.full([], 1023 + 1023 - _ONE + unit_bits, tl.int64) << 52
-        product = rounded * (factor * lift.to(tl.float64, bitcast=True))
+        factor *= lift.to(tl.float64, bitcast=True)
+        if _INTERPRETED:
+            product = (total - unit) * factor
+        else:  # the same in one instruction: nothing but the result is rounded
+            product = tl.fma(total, tl.zeros_like(total) + factor, unit * -factor)
     else:
         product = integer_weight(x, peak, least, scale, unit_bits, EXACT).to(tl.float64) * factor
     return product
