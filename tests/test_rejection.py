@@ -493,3 +493,48 @@ def test_ends_of_coins(name, method):
             left = np.maximum(p_row - q_row, 0)
             possible = np.flatnonzero(left if left.any() else p_row).tolist()
         assert (low[0], high[0]) == (possible[0], possible[-1])
+
+
+def test_residuals_are_truncated_differences():
+    """Catches residuals in other units, of products in other precision, or truncated once a sum."""
+    V, rng = 5000, np.random.default_rng(0)
+    p_V = rng.normal(0, 3, V).astype(np.float32)
+    q_V = p_V + rng.choice([0, 0, 0.1, 3], V) * rng.normal(0, 1, V).astype(np.float32)
+    q_V = q_V.astype(np.float32)
+    p_weights, q_weights = (library_weights(x_V, 1.0) for x_V in (p_V, q_V))
+    p_total, q_total = int(p_weights.sum()), int(q_weights.sum())
+    first_id_S, row = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    scale_R = torch.tensor([math.log2(math.e)])
+    for ratio in (ops.ONE, int(0.7 * ops.ONE), 0):
+        # In units of 2**-51.
+        p_units = p_weights * (ratio / 2**9 / p_total)
+        units = np.floor(np.maximum(p_units - q_weights * (2.0**51 / q_total), 0)).astype(int)
+        exact = [
+            max(F(ratio, ops.ONE) * F(w, p_total) - F(u, q_total), F(0))
+            for w, u in zip(p_weights.tolist(), q_weights.tolist(), strict=True)
+        ]
+        lost = sum(exact) - F(int(units.sum()), 2**51)
+        assert 0 <= lost < F(V, 2**51)
+        assert (ratio == 0) == (not units.any())
+
+        # The op sums them over parts, and picks by them.
+        args: list[Any] = []
+        for x_V in (p_V, q_V):
+            x_11V = torch.from_numpy(x_V)[None, None]
+            peak_R = x_11V.amax((1, 2))
+            args.append((x_11V, peak_R, torch.full_like(peak_R, -torch.inf)))
+        (p_11V, *of_p), (q_11V, *of_q) = args
+        common = (
+            *(p_11V, first_id_S, None, (), *of_p, scale_R, row + p_total, row + ratio),
+            *(q_11V, row, (), *of_q, scale_R, row + q_total, row - 1),
+        )
+        mass_1C = ops.residual_mass(*common, V)[0]
+        width = -(-V // (16 * ops.PARTS)) * 16
+        padded = np.pad(units, (0, width * ops.PARTS - V)).reshape(ops.PARTS, width)
+        assert mass_1C.tolist() == [(padded.sum(1) << 9).tolist()]
+        if ratio > 0:
+            running = np.cumsum(units << 9)
+            for point in (0, int(running[V // 2]) - 1, int(running[V // 2]), int(running[-1]) - 1):
+                start_1SC = (mass_1C.cumsum(1) - mass_1C)[None]
+                token_R = ops.residual_pick(*common, start_1SC, row + point, V)
+                assert token_R.item() == np.argmax(running > point)
