@@ -39,6 +39,7 @@ _NOWHERE = tl.constexpr(0x7FFFFFFF)
 _WARPS = 4
 CHUNK = 8
 """Neighbouring logits that one thread reads."""
+_CHUNK = tl.constexpr(CHUNK)
 _TILE = _WARPS * 32 * CHUNK
 
 
@@ -216,6 +217,23 @@ def item_place(item, segments, G: tl.constexpr):
 
 
 @triton.jit
+def in_chunks(begin, part_columns, count, G: tl.constexpr):
+    """Whether the columns of an item that count are whole chunks: all are, or `count` divides."""
+    return tl.minimum((begin + G) * part_columns, count) % _CHUNK == 0
+
+
+@triton.jit
+def chunked(part, part_columns, count):
+    """How many columns of parts count, less those after the segment's last whole chunk.
+
+    The compiler sees that it divides by CHUNK, and that a mask of columns below it therefore is the
+    same for all that a thread reads at once.
+    """
+    chunks = count // _CHUNK * _CHUNK
+    return tl.minimum(part_columns, tl.maximum(chunks - part * part_columns, 0))
+
+
+@triton.jit
 def _peaks(
     x, begin, stride_v, width, part_columns, count,
     UNIT: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr,
@@ -227,17 +245,20 @@ def _peaks(
     lane = tl.arange(0, LANES)[None, :]
     column = (begin + tl.arange(0, G))[:, None] * part_columns + lane
     best = tl.full([G, LANES], -_INF, tl.float32)
-    if (begin + G) * part_columns <= count:
-        # Four loads are under way at once.
-        fours = part_columns // (4 * LANES) * (4 * LANES)
+    if in_chunks(begin, part_columns, count, G):
+        # Four loads are under way at once, or two where they need masks.
+        left = chunked(begin + tl.arange(0, G)[:, None], part_columns, count)
+        fours = chunked(begin + G - 1, part_columns, count) // (4 * LANES) * (4 * LANES)
         for step in range(0, fours, 4 * LANES):
             x0 = load(x, column + step, stride_v, None, UNIT)
             x1 = load(x, column + step + LANES, stride_v, None, UNIT)
             x2 = load(x, column + step + 2 * LANES, stride_v, None, UNIT)
             x3 = load(x, column + step + 3 * LANES, stride_v, None, UNIT)
             best = _max(best, _max(_max(x0, x1), _max(x2, x3)))
-        for step in range(fours, part_columns, LANES):
-            best = _max(best, load(x, column + step, stride_v, lane + step < part_columns, UNIT))
+        for step in range(fours, chunked(begin, part_columns, count), 2 * LANES):
+            x0 = load(x, column + step, stride_v, lane + step < left, UNIT)
+            x1 = load(x, column + step + LANES, stride_v, lane + step + LANES < left, UNIT)
+            best = _max(best, _max(x0, x1))
     else:
         for step in range(0, tl.where(begin * part_columns < count, part_columns, 0), LANES):
             present = (lane + step < part_columns) & (column + step < width)
@@ -291,23 +312,29 @@ def _masses(
     lane = tl.arange(0, LANES)[None, :]
     column = (begin + tl.arange(0, G))[:, None] * part_columns + lane
     least, lowest = row_limits(peak, floor, scale)
-    full = part_columns // LANES * LANES
     if EXACT:
         total = unit_sum(column, unit_bits)
-        quick = ((begin + G) * part_columns <= count) & is_tame(peak, scale, TOP)
-        if edits[0] is not None:  # those take care
-            quick = quick & (count < 0)
+        quick = False
+        if edits[0] is None:  # edited values take care
+            quick = in_chunks(begin, part_columns, count, G) & is_tame(peak, scale, TOP)
         if quick:
+            # Two loads are under way at once; masked ones the compiler would put off.
+            left = chunked(begin + tl.arange(0, G)[:, None], part_columns, count)
+            twos = chunked(begin + G - 1, part_columns, count) // (2 * LANES) * (2 * LANES)
             if floor <= peak + lowest:
-                for step in range(0, full, LANES):
-                    values = load(x, column + step, stride_v, None, UNIT)
-                    total += weight(values, peak, least, lowest, scale, "any")
+                for step in range(0, twos, 2 * LANES):
+                    x0 = load(x, column + step, stride_v, None, UNIT)
+                    x1 = load(x, column + step + LANES, stride_v, None, UNIT)
+                    total += weight(x0, peak, least, lowest, scale, "any")
+                    total += weight(x1, peak, least, lowest, scale, "any")
             else:
-                for step in range(0, full, LANES):
-                    values = load(x, column + step, stride_v, None, UNIT)
-                    total += weight(values, peak, least, lowest, scale, "least")
-            if full < part_columns:
-                values = load(x, column + full, stride_v, lane + full < part_columns, UNIT)
+                for step in range(0, twos, 2 * LANES):
+                    x0 = load(x, column + step, stride_v, None, UNIT)
+                    x1 = load(x, column + step + LANES, stride_v, None, UNIT)
+                    total += weight(x0, peak, least, lowest, scale, "least")
+                    total += weight(x1, peak, least, lowest, scale, "least")
+            for step in range(twos, chunked(begin, part_columns, count), LANES):
+                values = load(x, column + step, stride_v, lane + step < left, UNIT)
                 total += weight(values, peak, least, lowest, scale, "least")
         else:
             for step in range(0, tl.where(begin * part_columns < count, part_columns, 0), LANES):
