@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -137,6 +138,9 @@ def row(kind: str, size: int, generator: torch.Generator) -> Tensor:
         case "dead":
             x[:] = -torch.inf
             x[::3] = torch.nan
+        case "pitted":  # some of everything in each part
+            x[::3] = torch.nan
+            x[1::3] = -torch.inf
         case "huge":
             x *= 6e4 / x.abs().max()
         case "far apart":
@@ -147,7 +151,7 @@ def row(kind: str, size: int, generator: torch.Generator) -> Tensor:
 
 KINDS = (
     "gauss", "peaked", "clustered", "tied", "flat", "nan", "infinite", "masked", "zeros", "one",
-    "dead", "huge", "far apart",
+    "dead", "pitted", "huge", "far apart",
 )  # fmt: skip
 
 
@@ -253,8 +257,15 @@ def on_cpu(argument: object) -> object:
 
 SMALL = Case(kinds=KINDS, S=1, v=4099, V=4099, dtype=torch.bfloat16)
 FEW = replace(SMALL, kinds=("peaked", "nan", "zeros", "far apart"))
+# Segments of 15 parts of 160 columns and one of 152; the vocabulary ends in another's part.
+SHORT = replace(
+    FEW, kinds=("pitted", "masked", "infinite"), S=2, v=2552, V=2552 + 1000, layout="buffer"
+)
 CASES = (
     FEW,
+    SHORT,
+    replace(SHORT, kinds=("pitted", "tied"), V=2552 + 997, dtype=torch.float16),
+    replace(SHORT, kinds=("pitted",), v=2300, V=4600, dtype=torch.float32),
     replace(FEW, kinds=("tied", "dead"), S=3, v=1600, V=4700, dtype=torch.float32, layout="buffer"),
     replace(FEW, v=2500, V=2500, dtype=torch.float16, layout="wide", chosen=(2, -1, 0)),
     replace(FEW, kinds=("gauss",), v=2100, V=2099, dtype=torch.float32, layout="strided"),
@@ -471,9 +482,18 @@ def same(first: Tensor, second: Tensor) -> bool:
 
 
 if __name__ == "__main__":
-    from dtensor_sample.ops.kernels import nucleus
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder
 
-    nucleus._HELD = 64  # rows are short here: not all of one shall be held
+    from dtensor_sample.ops.kernels import nucleus, passes
+
+    # The interpreter's maximum of a number and NaN is NaN; compiled, it is the number.
+    for name, function in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
+        operator = partialmethod(InterpreterBuilder.binary_op, op=function)
+        setattr(InterpreterBuilder, name, operator)
+    # Rows are short and few here.
+    nucleus._HELD = 64  # not all of one shall be held
+    passes._ENOUGH_ITEMS = 4  # items shall have several parts, as those of many rows
     for case in CASES:
         for difference in mismatches(case, "cpu"):
             print(difference)

@@ -57,6 +57,24 @@ def test_kernels_on_a_gpu(case):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(REAL, S=2, v=64640, layout="buffer"),
+        replace(REAL, S=4, v=32064, V=128249, dtype=torch.float16, layout="buffer"),
+        replace(REAL, kinds=KINDS[5:], S=8, v=16160, V=129272, dtype=torch.float32),
+    ],
+    ids=str,
+)
+def test_items_of_several_parts_on_a_gpu(case, monkeypatch):
+    """Catches parts that end early and take columns after them, in items as many rows have them."""
+    monkeypatch.setattr("dtensor_sample.ops.kernels.passes._ENOUGH_ITEMS", 1)
+    assert list(mismatches(case, "cuda")) == []
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_numbers_on_a_gpu():
     assert list(numbers("cuda")) == []
 
