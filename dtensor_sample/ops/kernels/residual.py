@@ -149,7 +149,8 @@ def _quick_sums(
     """The int64 sums of residuals over every LANES-th of `width` columns, where none needs care.
 
     Args:
-        p, q: the target and the draft, see `_quick_share`.
+        p, q: of the target and of the draft a pointer to column 0, the stride between columns, and
+            peak, limits, scale and factor, see `draft_row`.
         column: the first of each.
         DRAFTED: whether there are draft logits beside all of them; or else beside none.
         KEEP: see `weight`.
@@ -157,39 +158,37 @@ def _quick_sums(
     total = tl.full(column.shape, _WHOLE, tl.float64)
     full = width // LANES * LANES
     for step in range(0, full, LANES):
-        surplus = _quick_surplus(
-            p, q, column + step, None, DRAFTED, KEEP, UNIT, DRAFT_UNIT, unit_bits
+        total = _add_surplus(
+            total, p, q, column + step, None, DRAFTED, KEEP, UNIT, DRAFT_UNIT, unit_bits
         )
-        total = add_truncated(total, surplus)
     if full < width:
         present = tl.arange(0, LANES)[None, :] + full < width
-        surplus = _quick_surplus(
-            p, q, column + full, present, DRAFTED, KEEP, UNIT, DRAFT_UNIT, unit_bits
+        total = _add_surplus(
+            total, p, q, column + full, present, DRAFTED, KEEP, UNIT, DRAFT_UNIT, unit_bits
         )
-        total = add_truncated(total, surplus)
     return (total - _WHOLE).to(tl.int64) << _SHIFT
 
 
 @triton.jit
-def _quick_surplus(
-    p, q, column, present, DRAFTED: tl.constexpr, KEEP: tl.constexpr,
+def _add_surplus(
+    total, p, q, column, present, DRAFTED: tl.constexpr, KEEP: tl.constexpr,
     UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits,
 ):  # fmt: skip
-    """`_surplus` of columns, of which those that are not present have none."""
-    share_p = _quick_share(p, column, present, KEEP, UNIT, unit_bits)
-    if DRAFTED:
-        share_q = _quick_share(q, column, present, KEEP, DRAFT_UNIT, unit_bits)
-    else:
-        share_q = tl.zeros_like(share_p)
-    return _surplus(share_p, share_q)
-
-
-@triton.jit
-def _quick_share(of_row, column, present, KEEP: tl.constexpr, UNIT: tl.constexpr, unit_bits):
-    """Shares of columns of a tame row."""
-    pointer, stride, peak, least, lowest, scale, factor = of_row
+    """Total and `_surplus` of columns of tame rows; those that are not present have none."""
+    pointer, stride, peak, least, lowest, scale, factor = p
     values = load(pointer, column, stride, present, UNIT)
-    return share(values, peak, least, lowest, scale, factor, KEEP, unit_bits, True)
+    some = True
+    if KEEP == "least":  # where the target keeps no token, there is nothing to compute
+        some = tl.max(tl.max((values >= least).to(tl.int32), 1), 0) > 0
+    if some:
+        share_p = share(values, peak, least, lowest, scale, factor, KEEP, unit_bits, True)
+        share_q = tl.zeros_like(share_p)
+        if DRAFTED:
+            pointer, stride, peak, least, lowest, scale, factor = q
+            values = load(pointer, column, stride, present, DRAFT_UNIT)
+            share_q = share(values, peak, least, lowest, scale, factor, KEEP, unit_bits, True)
+        total = add_truncated(total, _surplus(share_p, share_q))
+    return total
 
 
 @kernel

@@ -266,7 +266,8 @@ def weigh(
         second_pass(logits, (part_peak_RSC, part_nans_RSC, min_p_R, scale_R), found)
     if top_RSCb is not None and (filter_top_k or not filter_top_p_alone) and R > 0:
         bits, blocks = weight_bits(vocab_size), top_RSCb.shape[3]
-        programs = min(R, programs_of(x_NSv.device))
+        most = programs_of(x_NSv.device)
+        programs = min(R, most)
         size = 2 * LISTED + S * PARTS * blocks
         list_Pb = first_id_S.new_empty((programs, size), dtype=torch.int32)
         _whole_kernel[(programs,)](
@@ -311,6 +312,7 @@ def weigh(
             STEPS=triton.next_power_of_2(triton.cdiv(part_width(v), blocks * CHUNK)),
             TILE=TILE,
             num_warps=WARPS,
+            maxnreg=128 if most // 2 < R else None,  # room for two programs, at some spilling
             enable_fp_fusion=False,
         )
     if top_RSCb is not None and filter_top_p_alone:
