@@ -111,7 +111,7 @@ def _largest_kernel(
             )  # fmt: skip
             last = value_of(rank, SHIFT)
             for start in range(0, few, TILE // (STEPS * CHUNK)):
-                values, _, _, _ = read(
+                values, _column, _part, _exists = read(
                     x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
                     part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip

@@ -175,20 +175,25 @@ def _add_surplus(
     UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits,
 ):  # fmt: skip
     """Total and `_surplus` of columns of tame rows; those that are not present have none."""
-    pointer, stride, peak, least, lowest, scale, factor = p
-    values = load(pointer, column, stride, present, UNIT)
+    values = load(p[0], column, p[1], present, UNIT)
     some = True
     if KEEP == "least":  # where the target keeps no token, there is nothing to compute
-        some = tl.max(tl.max((values >= least).to(tl.int32), 1), 0) > 0
+        some = tl.max(tl.max((values >= p[3]).to(tl.int32), 1), 0) > 0
     if some:
-        share_p = share(values, peak, least, lowest, scale, factor, KEEP, unit_bits, True)
+        share_p = _quick_share(values, p, KEEP, unit_bits)
         share_q = tl.zeros_like(share_p)
         if DRAFTED:
-            pointer, stride, peak, least, lowest, scale, factor = q
-            values = load(pointer, column, stride, present, DRAFT_UNIT)
-            share_q = share(values, peak, least, lowest, scale, factor, KEEP, unit_bits, True)
+            drafted = load(q[0], column, q[1], present, DRAFT_UNIT)
+            share_q = _quick_share(drafted, q, KEEP, unit_bits)
         total = add_truncated(total, _surplus(share_p, share_q))
     return total
+
+
+@triton.jit
+def _quick_share(values, of_row, KEEP: tl.constexpr, unit_bits):
+    """`share` of values of a tame row."""
+    _pointer, _stride, peak, least, lowest, scale, factor = of_row
+    return share(values, peak, least, lowest, scale, factor, KEEP, unit_bits, True)
 
 
 @kernel

@@ -143,7 +143,7 @@ def _whole_kernel(
                         TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
                     )  # fmt: skip
                 if have > _LISTED:
-                    count, _, _ = amounts(
+                    count, _more, _most = amounts(
                         x, row, edits, listed, few, least, least, least, peak, least, 0.0, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                         False, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
@@ -189,7 +189,7 @@ def _whole_kernel(
                 if mine:
                     least, lowest = row_limits(peak, floor, scale)
                     few = choose(listed, tops >= least, block)
-                    all_mass, _, _ = amounts(
+                    all_mass, _more, _most = amounts(
                         x, row, edits, listed, few, least, least, least, peak, least, lowest, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                         True, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
@@ -211,7 +211,7 @@ def _whole_kernel(
                 least, lowest = row_limits(peak, floor, scale)
                 few = choose(listed, tops >= least, block)
                 for start in range(0, few, TILE // (STEPS * CHUNK)):
-                    values, _, part, exists = read(
+                    values, _column, part, exists = read(
                         x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source,
                         width, part_columns, vocab_size, TOP, UNIT, ALIGNED,
                         BLOCKS, CHUNK, STEPS, TILE,
