@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dtensor_sample.exchange import Exchange
-from dtensor_sample.ops import BINS, PARTS
+from dtensor_sample.ops import BINS, PARTS, listed_integers
 from dtensor_sample.output import OUTCOME_COLUMNS, TOLD_COLUMNS
 from dtensor_sample.params import Filters, Wants
 from dtensor_sample.threshold import LEVELS
@@ -133,12 +133,12 @@ def cost_of(
     v logits; `vocab` no logit, but 2 + 16 integers a row to each other rank, 5 integers a row in a
     ring, and for top-k and for top-p one histogram of 256 integers a row per 8 bits of the logits'
     dtype (of float32 where biases or penalties change logits: `value_dtype`); or, if every request
-    that filters has a top-k of at most n = 64 or 256, n + 1 numbers of 4 bytes a row to each other
-    rank instead. If all requests are greedy, 2 of the 18 are enough. Logits that are replicated
-    already (`sharded` false) are not sent.
+    that filters has a top-k of at most n = 64 or 256, n / 2 + 1 integers a row to each other rank
+    instead. If all requests are greedy, 2 of the 18 are enough. Logits that are replicated already
+    (`sharded` false) are not sent.
 
     `batch` takes 2 collectives, `replicate` too, and `vocab` 3, or 2 if all requests are greedy,
-    and one more for each histogram or for the n + 1 numbers; on an axis of size 1 none does.
+    and one more for each histogram; on an axis of size 1 none does.
     """
     if shape.num_rows == 0:
         return Cost((), 0, 0)
@@ -246,13 +246,13 @@ def _weigh(
         return [weigh, *[Op("filter", logits)] * (searches > 0)]
     if not filters.drawn:
         return [weigh, *_all_gather(P, rows * 2)]
-    if filters.candidates:
-        listed = rows * (filters.candidates + 1) / 2
-        thresholds = [Op("largest", logits), *_all_gather(P, listed)]
-    else:
-        histogram = [Op("histogram", logits), *_all_reduce(P, rows * BINS)]
-        thresholds = histogram * LEVELS[dtype] * searches
-    return [weigh, *_all_gather(P, rows * 2), *thresholds, *_all_gather(P, rows * PARTS)]
+    masses = _all_gather(P, rows * PARTS)
+    if filters.candidates:  # the largest value is one of those listed
+        listed = _all_gather(P, rows * listed_integers(filters.candidates))
+        return [Op("largest", logits), *listed, Op("weigh", logits), *masses]
+    histogram = [Op("histogram", logits), *_all_reduce(P, rows * BINS)]
+    thresholds = histogram * LEVELS[dtype] * searches
+    return [weigh, *_all_gather(P, rows * 2), *thresholds, *masses]
 
 
 def _settle(exchange: Exchange, integers: float) -> list[Op]:
@@ -268,7 +268,7 @@ def _scratch(exchange: Exchange, rows: int, filters: Filters) -> int:
     P, searched = exchange.axis.size, filters.top_k or filters.top_p
     most = MASS_COPIES * P * PARTS * INTEGER_BYTES
     if searched and exchange.name == "vocab" and P > 1:
-        listed = (P + 1) * (filters.candidates + 1) * INTEGER_BYTES // 2
+        listed = (P + 1) * listed_integers(filters.candidates) * INTEGER_BYTES
         histograms = HISTOGRAM_COPIES * BINS * INTEGER_BYTES
         most = max(most, listed if filters.candidates else histograms)
         if filters.candidates:

@@ -7,7 +7,7 @@ count (top-k) or integer mass (top-p) from above reaches its target, and so on. 
 integer sums, so they add up over shards to the same threshold.
 
 Where a row is sharded, and every request that filters keeps few tokens by top-k, ranks exchange
-the largest values of their shards instead: see `ops.largest`.
+the largest values of their shards instead: see `ops.cut`.
 """
 
 from collections.abc import Callable
@@ -68,11 +68,6 @@ def threshold(
             prefix_R = prefix_R << ops.DIGIT_BITS | digit_R
         return ops.key_value(prefix_R, levels * ops.DIGIT_BITS)
 
-    if filters.candidates and not exchange.whole:
-        listed_RSn = exchange.segments(ops.largest(*logits, vocab_size, filters.candidates))
-        wanted = (scale_R, top_k_R, top_p_R)
-        cut_R: Tensor = ops.cut(listed_RSn, peak_R, floor_R, *wanted, vocab_size)
-        return cut_R
     if filters.top_k:
         kth_R = select(lambda count_R: torch.minimum(count_R, top_k_R), weighted=False)
         filtered_R = (top_k_R < vocab_size) & (peak_R > -torch.inf)

@@ -105,13 +105,19 @@ def _stages(
     vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `Weighed` holds of rows, one small exchange after another."""
-    peaks_RP2 = where.segments(ops.peak(*logits, vocab_size))
-    peak_R, floor_R, argmax_R, nans_R = ops.join_peaks(peaks_RP2, min_p_R)
-    if not filters.drawn:
-        return peak_R, floor_R, argmax_R.new_empty((*peaks_RP2.shape[:2], 0)), argmax_R, nans_R
-    if filters.top_k or filters.top_p:
-        wanted = (scale_R, top_k_R, top_p_R)
-        floor_R = threshold(logits, peak_R, floor_R, *wanted, filters, where, vocab_size)
+    wanted = (scale_R, top_k_R, top_p_R)
+    if filters.candidates and not where.whole:
+        found_RPn = where.segments(ops.peak_and_largest(*logits, vocab_size, filters.candidates))
+        peak_R, floor_R, argmax_R, nans_R = ops.join_peaks(found_RPn[..., :2], min_p_R)
+        floor_R = ops.cut(found_RPn, peak_R, floor_R, *wanted, vocab_size)
+        del found_RPn  # before there are masses
+    else:
+        peaks_RP2 = where.segments(ops.peak(*logits, vocab_size))
+        peak_R, floor_R, argmax_R, nans_R = ops.join_peaks(peaks_RP2, min_p_R)
+        if not filters.drawn:
+            return peak_R, floor_R, argmax_R.new_empty((*peaks_RP2.shape[:2], 0)), argmax_R, nans_R
+        if filters.top_k or filters.top_p:
+            floor_R = threshold(logits, peak_R, floor_R, *wanted, filters, where, vocab_size)
     mass_RPC = where.segments(ops.mass(*logits, peak_R, floor_R, scale_R, vocab_size))
     return peak_R, floor_R, mass_RPC, argmax_R, nans_R
 

@@ -5,7 +5,7 @@ from dtensor_sample.ops.confidence import confidence, units
 from dtensor_sample.ops.copy import copy
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
 from dtensor_sample.ops.judge import accept, arrange, chain, emit, odds, usable
-from dtensor_sample.ops.largest import cut, fraction, largest
+from dtensor_sample.ops.largest import cut, fraction, listed_integers, peak_and_largest
 from dtensor_sample.ops.logarithm import entropy, log_probability
 from dtensor_sample.ops.lookup import lookup
 from dtensor_sample.ops.markov import markov, quantized
@@ -42,7 +42,7 @@ __all__ = [
     "histogram",
     "join_peaks",
     "key_value",
-    "largest",
+    "listed_integers",
     "log_probability",
     "lookup",
     "markov",
@@ -50,6 +50,7 @@ __all__ = [
     "odds",
     "outcome",
     "peak",
+    "peak_and_largest",
     "pick",
     "quantized",
     "read",

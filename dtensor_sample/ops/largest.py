@@ -1,9 +1,9 @@
-"""The largest values of each row's segments, and the thresholds that follow from them.
+"""The peak and the largest values of each row's segments, and the thresholds that follow from them.
 
 The k largest logits of a row are among the k largest of each of its segments. So where a row is
 sharded and top-k keeps few tokens, ranks need to exchange no more than those: from them follows
 top-k's threshold, and top-p's on what top-k left. Tokens tied with the last one listed are counted,
-so both are exact for every row.
+so both are exact for every row. The peak comes from the same reading, and goes the same way.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dtensor_sample.ops.define import define
+from dtensor_sample.ops.peak import packed_peaks
 from dtensor_sample.ops.sharding import shard_like
-from dtensor_sample.ops.values import count_rows, values, weights
+from dtensor_sample.ops.values import count_nans, count_rows, values, weights
 
 TOP_P_ONE = 1 << 31
 """top_p as a fixed-point number of 31 fractional bits: this is 1, the filter off."""
 
 
-@define("largest")
-def largest(
+def listed_integers(size: int) -> int:
+    """Integers of 8 bytes that `peak_and_largest` returns of a row and segment."""
+    return 3 + size // 2
+
+
+@define("peak_and_largest")
+def peak_and_largest(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
@@ -29,15 +35,16 @@ def largest(
     vocab_size: int,
     size: int,
 ) -> Tensor:
-    """The `size` largest values of each row and segment.
+    """The peak and the `size` largest values of each row and segment.
 
     Args:
         x_NSv, first_id_S, rows_R, edits, vocab_size: see `values`.
-        size: a power of two.
+        size: a power of two, at least 2.
 
     Returns:
-        [R, S, size + 1] int32: the bits of float32 values, the largest first, -inf where there are
-        no more; and how many more tokens have the last of these values.
+        [R, S, n] int64, n as `listed_integers` has it: the two of `peak`; how many more tokens have
+        the last of the values; and those, two float32 in one integer, the largest first, -inf where
+        there are no more.
     """
     value_RSv = values(x_NSv, first_id_S, rows_R, edits, vocab_size)
     missing = max(size - value_RSv.shape[2], 0)
@@ -45,10 +52,12 @@ def largest(
     last_RS1 = top_RSn[..., -1:]
     tied_RS1 = (value_RSv == last_RS1).sum(2, keepdim=True) - (top_RSn == last_RS1).sum(2, True)
     tied_RS1.masked_fill_(last_RS1 == -torch.inf, 0)
-    return torch.cat([top_RSn.view(torch.int32), tied_RS1.to(torch.int32)], 2)
+    nans_RS = count_nans(x_NSv, first_id_S, rows_R, vocab_size)
+    peak_RS2 = packed_peaks(value_RSv, first_id_S, nans_RS)
+    return torch.cat([peak_RS2, tied_RS1, top_RSn.view(torch.int64)], 2)
 
 
-@largest.register_fake
+@peak_and_largest.register_fake
 def _(
     x_NSv: Tensor,
     first_id_S: Tensor,
@@ -57,8 +66,8 @@ def _(
     vocab_size: int,
     size: int,
 ) -> Tensor:
-    shape = (count_rows(x_NSv, rows_R), x_NSv.shape[1], size + 1)
-    return x_NSv.new_empty(shape, dtype=torch.int32)
+    shape = (count_rows(x_NSv, rows_R), x_NSv.shape[1], listed_integers(size))
+    return x_NSv.new_empty(shape, dtype=torch.int64)
 
 
 @define("cut")
@@ -74,7 +83,7 @@ def cut(
     """The thresholds of rows by top-k, and by top-p on what that left.
 
     Args:
-        listed_RSn: [R, S, size + 1] int32, of all segments, see `largest`.
+        listed_RSn: [R, S, n] int64, of all segments, any strides, see `peak_and_largest`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`; floors are min-p's.
         top_k_R: [R] int64, at most `size`, or off; off if >= vocab_size.
         top_p_R: [R] int64, fixed point of 31 bits; off if top_k is more than `size`.
@@ -83,7 +92,7 @@ def cut(
     Returns:
         [R] float32, the value at or above which tokens are kept.
     """
-    top_RSn, tied_RS = listed_RSn[..., :-1].contiguous().view(torch.float32), listed_RSn[..., -1]
+    tied_RS, top_RSn = listed_RSn[..., 2], listed_RSn[..., 3:].contiguous().view(torch.float32)
     value_RN = top_RSn.flatten(1).sort(1, descending=True).values
     kept_R = torch.minimum((value_RN > -torch.inf).sum(1), top_k_R)
     kth_R = value_RN.gather(1, (kept_R - 1).clamp(min=0)[:, None])[:, 0]
@@ -125,5 +134,7 @@ def fraction(mass_R: Tensor, top_p_R: Tensor) -> Tensor:
     return (top_p_R * high_R + (top_p_R * low_R + (1 << 31) - 1 >> 31)).clamp(min=1)
 
 
-shard_like(torch.ops.dtensor_sample.largest.default, "row_segment", "logits segment - - - -")
+shard_like(
+    torch.ops.dtensor_sample.peak_and_largest.default, "row_segment", "logits segment - - - -"
+)
 shard_like(torch.ops.dtensor_sample.cut.default, "row", "row row row row row row -")

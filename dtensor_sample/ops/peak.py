@@ -40,9 +40,7 @@ def peak(
     Example: for logits [1, 7, 7] the packed maximum holds the key of 7.0 and id 1.
     """
     value_RSv = values(x_NSv, first_id_S, rows_R, edits, vocab_size)
-    value_RS, column_RS = value_RSv.max(2)  # the first of equal ones
-    packed_RS = pack_value(value_RS, first_id_S + column_RS)
-    return torch.stack([packed_RS, count_nans(x_NSv, first_id_S, rows_R, vocab_size)], 2)
+    return packed_peaks(value_RSv, first_id_S, count_nans(x_NSv, first_id_S, rows_R, vocab_size))
 
 
 @peak.register_fake
@@ -54,6 +52,12 @@ def _(
     vocab_size: int,
 ) -> Tensor:
     return x_NSv.new_empty((count_rows(x_NSv, rows_R), x_NSv.shape[1], 2), dtype=torch.int64)
+
+
+def packed_peaks(value_RSv: Tensor, first_id_S: Tensor, nans_RS: Tensor) -> Tensor:
+    """What `peak` returns, of values and NaN counts."""
+    value_RS, column_RS = value_RSv.max(2)  # the first of equal ones
+    return torch.stack([pack_value(value_RS, first_id_S + column_RS), nans_RS], 2)
 
 
 def pack_value(value: Tensor, ids: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtensor_sample.ops.kernels.edits import edit_arguments, value_dtype
 from dtensor_sample.ops.kernels.launch import kernel
-from dtensor_sample.ops.kernels.passes import CHUNK, first_pass, row_peak
+from dtensor_sample.ops.kernels.passes import CHUNK, first_pass, pack_peaks, row_peak
 from dtensor_sample.ops.kernels.threshold import (
     SHIFT_OF,
     amounts,
@@ -33,7 +33,7 @@ from dtensor_sample.ops.kernels.values import (
     source_row,
 )
 from dtensor_sample.ops.kernels.whole import TILE, WARPS, programs_of
-from dtensor_sample.ops.largest import TOP_P_ONE
+from dtensor_sample.ops.largest import TOP_P_ONE, listed_integers
 from dtensor_sample.ops.parts import PARTS, part_width
 from dtensor_sample.ops.values import weight_bits
 
@@ -54,7 +54,9 @@ def _largest_kernel(
     part_nans_ptr,  # [R, S, PARTS] int32
     top_ptr,  # [R, S, PARTS, blocks] of `value_dtype`
     list_ptr,  # scratch: [programs, PARTS * blocks] int32
-    found_ptr,  # out: [R, S, SIZE + 1] int32
+    tied_ptr,  # out: [R, S] int64, how many more have the last value listed
+    value_ptr,  # out: [R, S, SIZE] int32, bits of float32
+    stride,  # int64 from segment to segment of both
     edits,  # of `edit_arguments`
     rows,  # R
     segments,  # S
@@ -83,7 +85,7 @@ def _largest_kernel(
         row, segment = item // segments, item % segments
         source = source_row(rows_ptr, row, HAS_ROWS)
         x = x_ptr + tl.maximum(source, 0) * stride_n
-        found = found_ptr + item.to(tl.int64) * (SIZE + 1)
+        found = value_ptr + item.to(tl.int64) * stride * 2
         peak, holder, _ = row_peak(part_peak_ptr, part_nans_ptr, item, 1, _PARTS)
         last = tl.full([], -_INF, tl.float32)
         larger = tl.zeros([], tl.int32)
@@ -128,7 +130,7 @@ def _largest_kernel(
         bits = tl.where(place < larger, bits, tied)
         tl.debug_barrier()  # and read
         tl.store(found + place, _key(tl.sort(_key(bits), descending=True)))
-        tl.store(found + SIZE, tl.maximum(at_least - SIZE, 0))
+        tl.store(tied_ptr + item.to(tl.int64) * stride, tl.maximum(at_least - SIZE, 0).to(tl.int64))
 
 
 @triton.jit
@@ -139,7 +141,10 @@ def _key(bits):
 
 @kernel
 def _cut_kernel(
-    listed_ptr,  # [R, S, SIZE + 1] int32
+    tied_ptr,  # [R, S] int64
+    value_ptr,  # [R, S, SIZE] int32, bits of float32
+    row_stride,  # int64 from row to row of both
+    segment_stride,  # and from segment to segment
     peak_ptr,  # [R] float32
     min_floor_ptr,  # [R] float32
     scale_ptr,  # [R] float32
@@ -159,11 +164,11 @@ def _cut_kernel(
     Example: of the largest values [3, 3] and [2, 1], top-k 3 keeps those >= 2; of the mass of
     [3, 3, 2], at least 0.6 lies at or above 3, top-p's threshold.
     """
-    row = tl.program_id(0)
-    listed = listed_ptr + row.to(tl.int64) * segments * (SIZE + 1)
+    row = tl.program_id(0).to(tl.int64)
+    listed = value_ptr + row * row_stride * 2
     place = tl.arange(0, ALL)
     nothing = tl.full([], -_INF, tl.float32).to(tl.int32, bitcast=True)
-    at = place // SIZE * (SIZE + 1) + place % SIZE
+    at = (place // SIZE).to(tl.int64) * segment_stride * 2 + place % SIZE
     bits = tl.load(listed + at, mask=place < segments * SIZE, other=nothing)
     values = _key(tl.sort(_key(bits), descending=True)).to(tl.float32, bitcast=True)
     peak = tl.load(peak_ptr + row)
@@ -179,10 +184,10 @@ def _cut_kernel(
             least, _ = row_limits(peak, floor, scale)
             amount = integer_weight(values, peak, least, scale, unit_bits, EXACT)
             segment = tl.arange(0, ALL_SEGMENTS)
-            ends = listed + segment * (SIZE + 1) + SIZE
-            last = tl.load(ends - 1, mask=segment < segments, other=nothing)
+            at = segment.to(tl.int64) * segment_stride
+            last = tl.load(listed + at * 2 + SIZE - 1, mask=segment < segments, other=nothing)
             last = last.to(tl.float32, bitcast=True)
-            tied = tl.load(ends, mask=segment < segments, other=0).to(tl.int64)
+            tied = tl.load(tied_ptr + row * row_stride + at, mask=segment < segments, other=0)
             more = integer_weight(last, peak, least, scale, unit_bits, EXACT) * tied
             reached = tl.cumsum(amount, 0)
             for s in range(segments):
@@ -195,7 +200,7 @@ def _cut_kernel(
     tl.store(floor_ptr + row, floor)
 
 
-def largest(
+def peak_and_largest(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
@@ -203,12 +208,13 @@ def largest(
     vocab_size: int,
     size: int,
 ) -> Tensor:
-    """The kernels of `ops.largest`."""
+    """The kernels of `ops.peak_and_largest`."""
     logits = (x_NSv, first_id_S, rows_R, edits, vocab_size)
     part_peak_RSC, part_nans_RSC, top_RSCb = first_pass(*logits, tops=True)
     (R, S, _), v = part_peak_RSC.shape, x_NSv.shape[2]
     assert top_RSCb is not None
-    found_RSn = first_id_S.new_empty((R, S, size + 1), dtype=torch.int32)
+    found_RSn = first_id_S.new_empty((R, S, listed_integers(size)))
+    pack_peaks(logits, part_peak_RSC, part_nans_RSC, found_RSn[..., :2])
     blocks, programs = top_RSCb.shape[3], min(R * S, programs_of(x_NSv.device))
     if R > 0:
         _largest_kernel[(programs,)](
@@ -220,7 +226,9 @@ def largest(
             part_nans_RSC,
             top_RSCb,
             first_id_S.new_empty((programs, PARTS * blocks), dtype=torch.int32),
-            found_RSn,
+            found_RSn[..., 2],
+            found_RSn[..., 3:].view(torch.int32),
+            found_RSn.stride(1),
             edit_arguments(edits, first_id_S),
             R,
             S,
@@ -255,10 +263,14 @@ def cut(
 ) -> Tensor:
     """The kernel of `ops.cut`."""
     (R, S, n), bits = listed_RSn.shape, weight_bits(vocab_size)
-    cut_R = torch.empty_like(floor_R)
+    cut_R, size = torch.empty_like(floor_R), 2 * (n - 3)
+    if listed_RSn.stride(2) != 1:
+        listed_RSn = listed_RSn.contiguous()
     if R > 0:
         _cut_kernel[(R,)](
-            listed_RSn.contiguous(),
+            listed_RSn[..., 2],
+            listed_RSn[..., 3:].view(torch.int32),
+            *listed_RSn.stride()[:2],
             peak_R.contiguous(),
             floor_R.contiguous(),
             scale_R.contiguous(),
@@ -269,8 +281,8 @@ def cut(
             vocab_size,
             bits,
             EXACT=bits <= EXACT_BITS,
-            SIZE=n - 1,
-            ALL=triton.next_power_of_2(S * (n - 1)),
+            SIZE=size,
+            ALL=triton.next_power_of_2(S * size),
             ALL_SEGMENTS=triton.next_power_of_2(S),
             num_warps=4,
             enable_fp_fusion=False,

@@ -105,6 +105,7 @@ def _peak_kernel(
     part_peak_ptr,  # [R, S, PARTS] float32
     part_nans_ptr,  # [R, S, PARTS] int32
     packed_ptr,  # out: [R, S, 2] int64
+    packed_stride,  # from segment to segment
     edits,  # of `edit_arguments`
     segments,  # S
     width,  # v
@@ -135,8 +136,9 @@ def _peak_kernel(
     bits = peak.to(tl.int32, bitcast=True).to(tl.int64)
     key = tl.where(bits >= 0, bits + (1 << 31), -1 - bits)
     packed = (key << 31) | (_NOWHERE - tl.minimum(first + column, _NOWHERE))
-    tl.store(packed_ptr + tl.program_id(0).to(tl.int64) * 2, packed)
-    tl.store(packed_ptr + tl.program_id(0).to(tl.int64) * 2 + 1, nans)
+    packed_ptr += tl.program_id(0).to(tl.int64) * packed_stride
+    tl.store(packed_ptr, packed)
+    tl.store(packed_ptr + 1, nans)
 
 
 @kernel
@@ -444,9 +446,28 @@ def peak(
     vocab_size: int,
 ) -> Tensor:
     """The kernels of `ops.peak`."""
-    peak_RSC, nans_RSC, _ = first_pass(x_NSv, first_id_S, rows_R, edits, vocab_size)
+    logits = (x_NSv, first_id_S, rows_R, edits, vocab_size)
+    peak_RSC, nans_RSC, _ = first_pass(*logits)
+    packed_RS2 = first_id_S.new_empty((*peak_RSC.shape[:2], 2))
+    pack_peaks(logits, peak_RSC, nans_RSC, packed_RS2)
+    return packed_RS2
+
+
+def pack_peaks(
+    logits: tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor], int],
+    peak_RSC: Tensor,
+    nans_RSC: Tensor,
+    packed_RS2: Tensor,
+) -> None:
+    """What `ops.peak` returns, from peaks and NaN counts of parts.
+
+    Args:
+        logits: x_NSv, first_id_S, rows_R, edits, vocab_size.
+        peak_RSC, nans_RSC: of `first_pass`.
+        packed_RS2: out, [R, S, 2] int64, the first two of as many integers as lie in a segment.
+    """
+    x_NSv, first_id_S, rows_R, edits, vocab_size = logits
     (R, S, _), v = peak_RSC.shape, x_NSv.shape[2]
-    packed_RS2 = first_id_S.new_empty((R, S, 2))
     if R > 0:
         _peak_kernel[(R * S,)](
             x_NSv,
@@ -456,6 +477,7 @@ def peak(
             peak_RSC,
             nans_RSC,
             packed_RS2,
+            packed_RS2.stride(1),
             edit_arguments(edits, first_id_S),
             S,
             v,
@@ -468,7 +490,6 @@ def peak(
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )
-    return packed_RS2
 
 
 def mass(
