@@ -44,6 +44,7 @@ def _lines(
     top_p: bool,
     drawn: bool,
     candidates: int,
+    bounded: bool,
     dtype: torch.dtype,
     K: int,
     draft_dtype: torch.dtype | None,
@@ -51,7 +52,7 @@ def _lines(
     sharded: bool,
 ) -> tuple[Line, ...]:
     """The lines of the EXCHANGES; arguments are those of `fastest`, `ranks` is P."""
-    filters = Filters(top_k, top_p, drawn, candidates)
+    filters = Filters(top_k, top_p, drawn, candidates, bounded)
     known = hardware(machine)
     many = 1024  # of a holder: where lines are read off
 

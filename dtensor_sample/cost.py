@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dtensor_sample.exchange import Exchange
-from dtensor_sample.ops import BINS, PARTS, listed_integers
+from dtensor_sample.ops import BINS, PARTS, shortlist_integers
 from dtensor_sample.output import OUTCOME_COLUMNS, TOLD_COLUMNS
 from dtensor_sample.params import Filters, Wants
 from dtensor_sample.threshold import LEVELS
@@ -25,8 +25,9 @@ MASS_COPIES, HISTOGRAM_COPIES = 2, 5
 ROW_BYTES, SEARCHED_ROW_BYTES = 400, 3300
 """All else that weighing a row takes, and what searching a whole one for a threshold adds: as
 measured on GPUs."""
-LISTED_ROW_BYTES, SCANS, SCAN_BYTES = 350, 264, 2048
-"""What listing a row's largest values adds; programs that do so at a time, and the list of each."""
+LISTED_ROW_BYTES, SCANS, SCAN_BYTES = 864, 264, 2048
+"""What listing a row's largest values takes beside the list; programs that do so at a time, and the
+scratch of each."""
 
 
 class Op(NamedTuple):
@@ -133,12 +134,12 @@ def cost_of(
     v logits; `vocab` no logit, but 2 + 16 integers a row to each other rank, 5 integers a row in a
     ring, and for top-k and for top-p one histogram of 256 integers a row per 8 bits of the logits'
     dtype (of float32 where biases or penalties change logits: `value_dtype`); or, if every request
-    that filters has a top-k of at most n = 64 or 256, n / 2 + 1 integers a row to each other rank
-    instead. If all requests are greedy, 2 of the 18 are enough. Logits that are replicated already
-    (`sharded` false) are not sent.
+    that filters has a top-k of at most n = 64 or 256, 5 n / 8 + 8 integers a row to each other rank
+    instead. Of the 18, the last 16 are not sent if every request that draws has such a top-k, or if
+    all requests are greedy. Logits that are replicated already (`sharded` false) are not sent.
 
-    `batch` takes 2 collectives, `replicate` too, and `vocab` 3, or 2 if all requests are greedy,
-    and one more for each histogram; on an axis of size 1 none does.
+    `batch` takes 2 collectives, `replicate` too, and `vocab` 3, or 2 without the 16, and one more
+    for each histogram; on an axis of size 1 none does.
     """
     if shape.num_rows == 0:
         return Cost((), 0, 0)
@@ -247,9 +248,10 @@ def _weigh(
     if not filters.drawn:
         return [weigh, *_all_gather(P, rows * 2)]
     masses = _all_gather(P, rows * PARTS)
-    if filters.candidates:  # the largest value is one of those listed
-        listed = _all_gather(P, rows * listed_integers(filters.candidates))
-        return [Op("largest", logits), *listed, Op("weigh", logits), *masses]
+    if filters.candidates:
+        listed = _all_gather(P, rows * shortlist_integers(filters.candidates))
+        more = [] if filters.bounded else [Op("weigh", logits), *masses]
+        return [Op("largest", logits), *listed, *more]
     histogram = [Op("histogram", logits), *_all_reduce(P, rows * BINS)]
     thresholds = histogram * LEVELS[dtype] * searches
     return [weigh, *_all_gather(P, rows * 2), *thresholds, *masses]
@@ -268,11 +270,12 @@ def _scratch(exchange: Exchange, rows: int, filters: Filters) -> int:
     P, searched = exchange.axis.size, filters.top_k or filters.top_p
     most = MASS_COPIES * P * PARTS * INTEGER_BYTES
     if searched and exchange.name == "vocab" and P > 1:
-        listed = (P + 1) * listed_integers(filters.candidates) * INTEGER_BYTES
-        histograms = HISTOGRAM_COPIES * BINS * INTEGER_BYTES
-        most = max(most, listed if filters.candidates else histograms)
-        if filters.candidates:
-            return rows * (ROW_BYTES + most + LISTED_ROW_BYTES) + min(rows, SCANS) * SCAN_BYTES
+        if filters.candidates:  # where lists are made, or where all of them come together
+            each = shortlist_integers(filters.candidates)
+            joined = (P * each + max(each, P * PARTS)) * INTEGER_BYTES
+            most = max(LISTED_ROW_BYTES + each * INTEGER_BYTES, joined)
+            return rows * (ROW_BYTES + most) + min(rows, SCANS) * SCAN_BYTES
+        most = max(most, HISTOGRAM_COPIES * BINS * INTEGER_BYTES)
     elif searched:
         most += SEARCHED_ROW_BYTES
     return rows * (ROW_BYTES + most)

@@ -175,6 +175,8 @@ class Filters(NamedTuple):
     """Whether any token is drawn. If all are greedy, nothing is weighed."""
     candidates: int = 0
     """So many of the largest values hold all that filters keep, but for ties; 0: unknown."""
+    bounded: bool = False
+    """Whether they hold all that any token is drawn from: each request that draws has a filter."""
 
     @property
     def top_p_alone(self) -> bool:
@@ -184,7 +186,8 @@ class Filters(NamedTuple):
     def coarse(self, whole: bool) -> "Filters":
         """All filters or none: few variants to compile, two if rows are whole."""
         either = self.top_k or self.top_p
-        return Filters(either, either, True, 0 if whole else self.candidates)
+        known = (0, False) if whole else (self.candidates, self.bounded)
+        return Filters(either, either, True, *known)
 
 
 def fixed(filters: Filters) -> Filters:
@@ -204,6 +207,7 @@ def filters_of(params: Sequence[SamplingParams]) -> Filters:
         top_p=any(p.top_p < 1 for p in drawn),
         drawn=len(drawn) > 0,
         candidates=enough[0] if enough else 0,
+        bounded=len(enough) > 0 and len(filtered) == len(drawn),
     )
 
 

@@ -7,7 +7,7 @@ count (top-k) or integer mass (top-p) from above reaches its target, and so on. 
 integer sums, so they add up over shards to the same threshold.
 
 Where a row is sharded, and every request that filters keeps few tokens by top-k, ranks exchange
-the largest values of their shards instead: see `ops.cut`.
+the largest values of their shards instead: see `ops.shortlist`.
 """
 
 from collections.abc import Callable

@@ -32,8 +32,8 @@ class Weighed(NamedTuple):
     scale_R: Tensor
     """float32, log2(e) / temperature."""
     mass_RPC: Tensor
-    """int64, the weight of each part of the whole vocabulary, wherever its segments lie; without
-    parts if no request draws."""
+    """int64, the weight of each part of the whole vocabulary, wherever its segments lie, of rows
+    that are drawn; without parts if no request draws."""
     argmax_R: Tensor
     """int64, the lowest id of the largest value; -1 where a row has no token."""
     nans_R: Tensor
@@ -107,10 +107,12 @@ def _stages(
     """What `Weighed` holds of rows, one small exchange after another."""
     wanted = (scale_R, top_k_R, top_p_R)
     if filters.candidates and not where.whole:
-        found_RPn = where.segments(ops.peak_and_largest(*logits, vocab_size, filters.candidates))
-        peak_R, floor_R, argmax_R, nans_R = ops.join_peaks(found_RPn[..., :2], min_p_R)
-        floor_R = ops.cut(found_RPn, peak_R, floor_R, *wanted, vocab_size)
-        del found_RPn  # before there are masses
+        listed_RPn = where.segments(ops.shortlist(*logits, vocab_size, filters.candidates))
+        peak_R, floor_R, argmax_R, nans_R = ops.join_peaks(listed_RPn[..., :2], min_p_R)
+        floor_R, mass_RPC = ops.sift(listed_RPn, peak_R, floor_R, *wanted, vocab_size)
+        if filters.bounded:
+            return peak_R, floor_R, mass_RPC, argmax_R, nans_R
+        del listed_RPn, mass_RPC  # before there are those of all that is kept
     else:
         peaks_RP2 = where.segments(ops.peak(*logits, vocab_size))
         peak_R, floor_R, argmax_R, nans_R = ops.join_peaks(peaks_RP2, min_p_R)

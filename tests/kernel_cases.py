@@ -208,12 +208,12 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
         value_R = torch.where(token_R % 2 == 0, peak_R, floor_R)
         compare("tally", ops.tally, *row_args, value_R, V, True)
     on_gpu = device == "cuda"  # the interpreter is slow
-    for size in (4, 64) if on_gpu else (4,):
-        listed_RSn = compare("largest", ops.peak_and_largest, *logits, V, size)[0]
+    for size in (8, 64) if on_gpu else (8,):
+        listed_RSn = compare("shortlist", ops.shortlist, *logits, V, size)[0]
         k_R = shape[2].clamp(max=size)
         by_segment_RSn = listed_RSn.transpose(0, 1).contiguous().transpose(0, 1)
         for listed in (listed_RSn, by_segment_RSn):
-            compare("cut", ops.cut, listed, *row_args[4:], k_R, shape[3], V)
+            compare("sift", ops.sift, listed, *row_args[4:], k_R, shape[3], V)
             compare("join", ops.join_peaks, listed[..., :2], peak_R)
     for count in (1, 5, 9, min(V, 5000)) if on_gpu else (5, 9):
         compare(f"top {count}", ops.top, *logits, V, count)
@@ -243,7 +243,7 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
     last = (x_NSv[:, -1:], first_id_S[-1:], rows_R, case.shard(edits))
     compare("shard's peak", ops.peak, *last, V)
     compare("shard's tally", ops.tally, *last, *row_args[4:], value_R, V, False)
-    compare("shard's largest", ops.peak_and_largest, *last, V, 16)
+    compare("shard's shortlist", ops.shortlist, *last, V, 16)
     compare("shard's mass", ops.mass, *last, peak_R, floor_R, shape[0], V)
     compare("shard's pick", ops.pick, *last, *row_args[4:], start_RSC[:, -1:], point_R, V)
     yield from (f"{name} in {case}" for name in different)

@@ -18,6 +18,7 @@ from dtensor_sample import (
     replicated,
     vocab_sharded,
 )
+from dtensor_sample.params import filters_of
 from tests.batches import EXCHANGES, OWNERS, Layout, shard_vocab
 from tests.pool import FEW_WORLDS, worlds
 from tests.speculation import Speculation, expected, random_speculation, speculative_step
@@ -104,6 +105,32 @@ def test_random_steps(ranks, method, exchange):
     ]
     for results in ranks.run(run_steps, steps()[part], layouts, method):
         assert results == answers(method)[part]
+
+
+@lru_cache
+def bounded_steps() -> list[Speculation]:
+    """The larger steps of each pair of dtypes, with a top-k of at most 64 for every request."""
+    rng = np.random.default_rng(1)
+    found = []
+    for step in steps():
+        requests = [
+            replace(r, params=replace(r.params, top_k=int(rng.integers(2, 65))))
+            for r in step.requests
+        ]
+        if len(requests) > 3:
+            found.append(replace(step, requests=requests))
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_few_candidates(ranks, method):
+    """Catches drafts judged by masses that lists lack, or that are not the same on all ranks."""
+    tested = bounded_steps()
+    assert all(filters_of([r.params for r in step.requests]).bounded for step in tested)
+    wanted = [expected(step, method) for step in tested]
+    layouts = [Layout(exchange="vocab")] * len(tested)
+    for results in ranks.run(run_steps, tested, layouts, method):
+        assert results == wanted
 
 
 # --- layouts

@@ -14,11 +14,14 @@ from dtensor_sample import (
     Sampler,
     SamplingParams,
     SamplingState,
+    ops,
     replicated,
     sample,
     vocab_sharded,
 )
-from dtensor_sample.params import filters_of
+from dtensor_sample.exchange import Axis, exchange_of
+from dtensor_sample.params import RowParams, filters_of
+from dtensor_sample.weigh import weigh
 from tests import oracle
 from tests.batches import (
     DTYPES,
@@ -57,49 +60,94 @@ def test_stateless_grid(ranks, dtype, exchange):
     assert ranks.run(sample_batches, batches, exchange) == [wanted] * ranks.size
 
 
-def with_few_candidates(batch: Batch, seed: int) -> Batch:
-    """The batch with a top-k of at most 64 for every request that has a filter."""
+def with_few_candidates(batch: Batch, seed: int, bounded: bool) -> Batch:
+    """The batch with a top-k of at most 64 for every request that has a filter, or for all."""
     rng = np.random.default_rng(seed)
     params = [
         replace(p, top_k=int(rng.integers(2, 65)))
-        if rng.random() < 0.8
+        if bounded or rng.random() < 0.8
         else replace(p, top_k=0, top_p=1.0)
         for p in batch.params
     ]
     return replace(batch, params=params)
 
 
-@lru_cache
-def few(dtype: torch.dtype) -> tuple[list[Batch], list[list[int]]]:
-    batches = [
-        with_few_candidates(random_batch(size, 40, size, dtype=dtype, padding=size % 3), size)
-        for size in SIZES
+def with_many_ties(dtype: torch.dtype, bounded: bool) -> Batch:
+    """One token and 903 tied ones, of which lists have no room for most, and 99 others.
+
+    The first one has 0.31 of the probability of the 904, but more than half of what is listed.
+    """
+    params = [
+        SamplingParams(top_k=k, top_p=p, seed=7) for k in (2, 63, 64) for p in (0.3, 0.5, 1.0)
     ]
+    params += [SamplingParams(temperature=0), *[SamplingParams()] * (not bounded)]
+    logits = torch.zeros(len(params), 1003, dtype=dtype)
+    logits[:, :99], logits[:, 700] = -1, 6
+    positions = list(range(len(params)))
+    return Batch(logits=logits, vocab_size=1003, params=params, positions=positions)
+
+
+@lru_cache
+def few(dtype: torch.dtype, bounded: bool) -> tuple[list[Batch], list[list[int]]]:
+    batches = [with_many_ties(dtype, bounded)]
+    for size in SIZES:
+        batch = random_batch(size, 40, size, dtype=dtype, padding=size % 3)
+        batches.append(with_few_candidates(batch, size, bounded))
     return batches, [tokens(batch) for batch in batches]
 
 
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_candidates(ranks, dtype):
+def test_few_candidates(ranks, dtype, bounded):
     """Catches a threshold that forgets ties, or tokens of a shard, where ranks exchange lists."""
-    batches, wanted = few(dtype)
-    assert all(filters_of(batch.params).candidates == 64 for batch in batches)
+    batches, wanted = few(dtype, bounded)
+    assert {filters_of(batch.params)[3:] for batch in batches} == {(64, bounded)}
+    assert all(any(p.greedy for p in batch.params) for batch in batches)
     assert ranks.run(sample_batches, batches, "vocab") == [wanted] * ranks.size
 
 
+def weighed(mesh, batch: Batch) -> list[bool]:
+    """Whether what is found of rows that are drawn is the same where they are sharded and whole."""
+    local_Tv = shard_vocab(batch.logits.to(mesh.device_type), mesh).to_local()
+    axis, rows, width = Axis.of(mesh), len(batch), -(-batch.logits.shape[1] // mesh.size())
+    packed = SamplingParams.batch(batch.params, mesh.device_type)
+    params = RowParams.unpack(packed.table)
+    found = []
+    for name in ("vocab", "replicate"):
+        where = exchange_of(name, axis)
+        logits = where.place(local_Tv, [rows] * axis.size, width)
+        row = weigh(logits, params, packed.filters, where, batch.vocab_size)
+        mass_RPC = row.mass_RPC.masked_fill(params.greedy[:, None, None], 0)
+        kept_R = where.total(ops.tally(*row.args, row.peak_R, batch.vocab_size, False))[:, 1]
+        found.append((row.peak_R, kept_R, mass_RPC, row.argmax_R, row.nans_R))
+    return [torch.equal(*pair) for pair in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_candidates_weigh_the_same(ranks, dtype, bounded):
+    """Catches masses of lists that lack tied tokens, or lie in another part of a shard."""
+    for batch in few(dtype, bounded)[0]:
+        assert ranks.run(weighed, batch) == [[True] * 5] * ranks.size
+
+
 @pytest.mark.parametrize(
-    ("params", "candidates"),
+    ("params", "candidates", "bounded"),
     [
-        ([{"top_k": 50}], 64),
-        ([{"top_k": 65, "top_p": 0.5}], 256),
-        ([{"top_k": 257}], 0),
-        ([{"top_k": 50}, {"top_p": 0.5}], 0),
-        ([{"top_k": 50}, {"min_p": 0.5}, {"top_p": 0.5, "temperature": 0.0}], 64),
-        ([{}], 0),
-        ([], 0),
+        ([{"top_k": 50}], 64, True),
+        ([{"top_k": 65, "top_p": 0.5}], 256, True),
+        ([{"top_k": 257}], 0, False),
+        ([{"top_k": 50}, {"top_p": 0.5}], 0, False),
+        ([{"top_k": 50}, {"top_p": 0.5, "temperature": 0.0}], 64, True),
+        ([{"top_k": 50}, {"min_p": 0.5}, {"top_p": 0.5, "temperature": 0.0}], 64, False),
+        ([{}], 0, False),
+        ([{"temperature": 0.0}], 0, False),
+        ([], 0, False),
     ],
 )
-def test_when_few_candidates_are_enough(params, candidates):
-    assert filters_of([SamplingParams(**p) for p in params]).candidates == candidates
+def test_when_few_candidates_are_enough(params, candidates, bounded):
+    filters = filters_of([SamplingParams(**p) for p in params])
+    assert (filters.candidates, filters.bounded) == (candidates, bounded)
 
 
 @settings(max_examples=40, phases=[Phase.generate])  # numbers of a seed cannot shrink

@@ -328,7 +328,7 @@ class SequentialDraftSampler:
         top_p_N, none_N = torch.full_like(k_N, TOP_P_ONE), torch.zeros_like(k_N)
         params = RowParams(one_N, one_N * -torch.inf, k_N, top_p_N, none_N, none_N > 0)
         enough = next((size for size in CANDIDATES if size >= self.candidates), 0)
-        filters = Filters(top_k=True, top_p=False, drawn=True, candidates=enough)
+        filters = Filters(True, False, drawn=True, candidates=enough, bounded=enough > 0)
         return (
             weigh(rows, params, filters, plan.exchange, D).floor_R.view(-1, self.K).T.contiguous()
         )

@@ -5,7 +5,7 @@ from dtensor_sample.ops.confidence import confidence, units
 from dtensor_sample.ops.copy import copy
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
 from dtensor_sample.ops.judge import accept, arrange, chain, emit, odds, usable
-from dtensor_sample.ops.largest import cut, fraction, listed_integers, peak_and_largest
+from dtensor_sample.ops.largest import fraction, shortlist, shortlist_integers, sift
 from dtensor_sample.ops.logarithm import entropy, log_probability
 from dtensor_sample.ops.lookup import lookup
 from dtensor_sample.ops.markov import markov, quantized
@@ -35,14 +35,12 @@ __all__ = [
     "chain",
     "confidence",
     "copy",
-    "cut",
     "emit",
     "entropy",
     "fraction",
     "histogram",
     "join_peaks",
     "key_value",
-    "listed_integers",
     "log_probability",
     "lookup",
     "markov",
@@ -50,13 +48,15 @@ __all__ = [
     "odds",
     "outcome",
     "peak",
-    "peak_and_largest",
     "pick",
     "quantized",
     "read",
     "residual_mass",
     "residual_pick",
     "row_params",
+    "shortlist",
+    "shortlist_integers",
+    "sift",
     "store",
     "take",
     "tally",

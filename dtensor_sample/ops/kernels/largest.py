@@ -1,4 +1,4 @@
-"""The largest values of segments, from the blocks that can hold them; and thresholds from those.
+"""Shortlists of segments, from the blocks that can hold their largest values; and what follows.
 
 As in `whole.py`, a block's largest value, its top, is known from the first pass, and only blocks
 whose top is at least as large as the n-th largest top can hold the n largest values.
@@ -33,7 +33,7 @@ from dtensor_sample.ops.kernels.values import (
     source_row,
 )
 from dtensor_sample.ops.kernels.whole import TILE, WARPS, programs_of
-from dtensor_sample.ops.largest import TOP_P_ONE, listed_integers
+from dtensor_sample.ops.largest import TOP_P_ONE, shortlist_fields, shortlist_integers
 from dtensor_sample.ops.parts import PARTS, part_width
 from dtensor_sample.ops.values import weight_bits
 
@@ -43,7 +43,7 @@ _TOP_P_ONE = tl.constexpr(TOP_P_ONE)
 
 
 @kernel
-def _largest_kernel(
+def _shortlist_kernel(
     x_ptr,  # [N, S, v] logits
     stride_n,
     stride_s,
@@ -54,9 +54,10 @@ def _largest_kernel(
     part_nans_ptr,  # [R, S, PARTS] int32
     top_ptr,  # [R, S, PARTS, blocks] of `value_dtype`
     list_ptr,  # scratch: [programs, PARTS * blocks] int32
-    tied_ptr,  # out: [R, S] int64, how many more have the last value listed
-    value_ptr,  # out: [R, S, SIZE] int32, bits of float32
-    stride,  # int64 from segment to segment of both
+    value_ptr,  # out: [R, S, SIZE] int32, bits of float32; see `shortlist_fields`
+    held_ptr,  # out: [R, S, SIZE] uint8, parts of these
+    tied_ptr,  # out: [R, S, PARTS] int32
+    stride,  # int64 from segment to segment of each
     edits,  # of `edit_arguments`
     rows,  # R
     segments,  # S
@@ -77,7 +78,7 @@ def _largest_kernel(
 ):
     """One segment of a row after another: its SIZE-th largest value, then all that are larger.
 
-    Example: of logits [1, 3, 3, 3, 2] the two largest are [3, 3], and one more is tied.
+    Example: of logits [1, 3, 3, 4, 3] the two largest are [4, 3], and three equal the last.
     """
     listed = list_ptr + tl.program_id(0).to(tl.int64) * _PARTS * BLOCKS
     for turn in range(tl.cdiv(rows * segments - tl.program_id(0), tl.num_programs(0))):
@@ -86,10 +87,11 @@ def _largest_kernel(
         source = source_row(rows_ptr, row, HAS_ROWS)
         x = x_ptr + tl.maximum(source, 0) * stride_n
         found = value_ptr + item.to(tl.int64) * stride * 2
+        held = held_ptr + item.to(tl.int64) * stride * 8
         peak, holder, _ = row_peak(part_peak_ptr, part_nans_ptr, item, 1, _PARTS)
         last = tl.full([], -_INF, tl.float32)
         larger = tl.zeros([], tl.int32)
-        at_least = tl.zeros([], tl.int32)
+        tied = tl.zeros([_PARTS], tl.int32)
         if holder >= 0:
             block = tl.arange(0, _PARTS * BLOCKS)
             tops = tl.load(top_ptr + item.to(tl.int64) * _PARTS * BLOCKS + block).to(tl.float32)
@@ -111,26 +113,38 @@ def _largest_kernel(
                 stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                 False, PACKED, TOP, UNIT, ALIGNED, SHIFT, 0, False, BLOCKS, CHUNK, STEPS, TILE,
             )  # fmt: skip
-            last = value_of(rank, SHIFT)
+            last = tl.where(have < SIZE, -_INF, value_of(rank, SHIFT))
             for start in range(0, few, TILE // (STEPS * CHUNK)):
-                values, _column, _part, _exists = read(
+                values, _column, part, _exists = read(
                     x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
                     part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
-                values = tl.reshape(values, [TILE]) + 0.0  # -0 is +0
+                values += 0.0  # -0 is +0
+                part %= _PARTS
+                equal = tl.sum(tl.sum((values == last).to(tl.int32), 2), 1)[:, None]
+                within = part[:, None] == tl.arange(0, _PARTS)[None, :]
+                tied += tl.sum(tl.where(within, equal, 0), 0)
+                part = tl.reshape(tl.broadcast_to(part[:, None, None], values.shape), [TILE])
+                values = tl.reshape(values, [TILE])
                 chosen = (values > last).to(tl.int32)
                 place = larger + tl.cumsum(chosen, 0) - 1
                 tl.store(found + place, values.to(tl.int32, bitcast=True), mask=chosen > 0)
+                tl.store(held + place, part.to(tl.uint8), mask=chosen > 0)
                 larger += tl.sum(chosen, 0)
-                at_least += tl.sum((values >= last).to(tl.int32), 0)
+            tied = tl.where(have < SIZE, 0, tied)
         tl.debug_barrier()  # all of the list is written
         place = tl.arange(0, SIZE)
-        bits = tl.load(found + place, mask=place < larger, other=0)
-        tied = tl.where(place < at_least, last, -_INF).to(tl.int32, bitcast=True)
-        bits = tl.where(place < larger, bits, tied)
+        listed_here = place < larger
+        bits = tl.load(found + place, mask=listed_here, other=0)
+        part = tl.load(held + place, mask=listed_here, other=_PARTS).to(tl.int64)
+        bits = tl.where(listed_here, bits, last.to(tl.int32, bitcast=True))
         tl.debug_barrier()  # and read
-        tl.store(found + place, _key(tl.sort(_key(bits), descending=True)))
-        tl.store(tied_ptr + item.to(tl.int64) * stride, tl.maximum(at_least - SIZE, 0).to(tl.int64))
+        # The largest first, and of equal ones those of the first part.
+        order = tl.sort(_key(bits).to(tl.int64) * 256 - part, descending=True)
+        part = -order & 255
+        tl.store(found + place, _key(((order + part) >> 8).to(tl.int32)))
+        tl.store(held + place, part.to(tl.uint8))
+        tl.store(tied_ptr + item.to(tl.int64) * stride * 2 + tl.arange(0, _PARTS), tied)
 
 
 @triton.jit
@@ -140,10 +154,11 @@ def _key(bits):
 
 
 @kernel
-def _cut_kernel(
-    tied_ptr,  # [R, S] int64
+def _sift_kernel(
     value_ptr,  # [R, S, SIZE] int32, bits of float32
-    row_stride,  # int64 from row to row of both
+    held_ptr,  # [R, S, SIZE] uint8, parts of these
+    tied_ptr,  # [R, S, PARTS] int32
+    row_stride,  # int64 from row to row of each
     segment_stride,  # and from segment to segment
     peak_ptr,  # [R] float32
     min_floor_ptr,  # [R] float32
@@ -151,26 +166,34 @@ def _cut_kernel(
     top_k_ptr,  # [R] int64
     top_p_ptr,  # [R] int64
     floor_ptr,  # out: [R] float32
+    mass_ptr,  # out: [R, S, PARTS] int64
     segments,  # S
     vocab_size,
     unit_bits,  # S of `weight_bits`
     EXACT: tl.constexpr,  # whether that allows exact float64 sums
     SIZE: tl.constexpr,
-    ALL: tl.constexpr,  # S * SIZE, rounded up to a power of two
     ALL_SEGMENTS: tl.constexpr,  # S, rounded up to a power of two
 ):
-    """One row: its thresholds.
+    """One row: its thresholds, then its masses.
 
     Example: of the largest values [3, 3] and [2, 1], top-k 3 keeps those >= 2; of the mass of
     [3, 3, 2], at least 0.6 lies at or above 3, top-p's threshold.
     """
     row = tl.program_id(0).to(tl.int64)
-    listed = value_ptr + row * row_stride * 2
-    place = tl.arange(0, ALL)
+    segment = tl.arange(0, ALL_SEGMENTS)
+    exists = (segment < segments)[:, None]
+    at = row * row_stride + segment.to(tl.int64)[:, None] * segment_stride
+    entry = tl.arange(0, SIZE)[None, :]
     nothing = tl.full([], -_INF, tl.float32).to(tl.int32, bitcast=True)
-    at = (place // SIZE).to(tl.int64) * segment_stride * 2 + place % SIZE
-    bits = tl.load(listed + at, mask=place < segments * SIZE, other=nothing)
-    values = _key(tl.sort(_key(bits), descending=True)).to(tl.float32, bitcast=True)
+    bits = tl.load(value_ptr + at * 2 + entry, mask=exists, other=nothing)
+    part = tl.load(held_ptr + at * 8 + entry, mask=exists, other=_PARTS).to(tl.int32)
+    parts = tl.arange(0, _PARTS)[None, :]
+    tied = tl.load(tied_ptr + at * 2 + parts, mask=exists, other=0).to(tl.int64)
+    listed = bits.to(tl.float32, bitcast=True)
+    last = tl.min(listed, 1)
+    place = tl.arange(0, ALL_SEGMENTS * SIZE)
+    keys = tl.reshape(_key(bits), [ALL_SEGMENTS * SIZE])
+    values = _key(tl.sort(keys, descending=True)).to(tl.float32, bitcast=True)
     peak = tl.load(peak_ptr + row)
     floor = tl.load(min_floor_ptr + row)
     scale = tl.load(scale_ptr + row)
@@ -183,12 +206,8 @@ def _cut_kernel(
         if top_p < _TOP_P_ONE:
             least, _ = row_limits(peak, floor, scale)
             amount = integer_weight(values, peak, least, scale, unit_bits, EXACT)
-            segment = tl.arange(0, ALL_SEGMENTS)
-            at = segment.to(tl.int64) * segment_stride
-            last = tl.load(listed + at * 2 + SIZE - 1, mask=segment < segments, other=nothing)
-            last = last.to(tl.float32, bitcast=True)
-            tied = tl.load(tied_ptr + row * row_stride + at, mask=segment < segments, other=0)
-            more = integer_weight(last, peak, least, scale, unit_bits, EXACT) * tied
+            more = tl.sum(tied, 1) - tl.sum((part == _PARTS).to(tl.int64), 1)
+            more *= integer_weight(last, peak, least, scale, unit_bits, EXACT)
             reached = tl.cumsum(amount, 0)
             for s in range(segments):
                 one = segment == s
@@ -198,9 +217,16 @@ def _cut_kernel(
             beyond = tl.sum((reached < target).to(tl.int32), 0)
             floor = tl.maximum(floor, tl.max(tl.where(place == beyond, values, -_INF), 0))
     tl.store(floor_ptr + row, floor)
+    least, _ = row_limits(peak, floor, scale)
+    mass = mass_ptr + (row * segments + segment)[:, None] * _PARTS
+    tied *= integer_weight(last, peak, least, scale, unit_bits, EXACT)[:, None]
+    tl.store(mass + parts, tied, mask=exists)
+    tl.debug_barrier()  # before more is added
+    amounts = integer_weight(listed, peak, least, scale, unit_bits, EXACT)
+    tl.atomic_add(mass + part, amounts, mask=(part < _PARTS) & (amounts > 0), sem="relaxed")
 
 
-def peak_and_largest(
+def shortlist(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
@@ -208,16 +234,17 @@ def peak_and_largest(
     vocab_size: int,
     size: int,
 ) -> Tensor:
-    """The kernels of `ops.peak_and_largest`."""
+    """The kernels of `ops.shortlist`."""
     logits = (x_NSv, first_id_S, rows_R, edits, vocab_size)
     part_peak_RSC, part_nans_RSC, top_RSCb = first_pass(*logits, tops=True)
     (R, S, _), v = part_peak_RSC.shape, x_NSv.shape[2]
     assert top_RSCb is not None
-    found_RSn = first_id_S.new_empty((R, S, listed_integers(size)))
-    pack_peaks(logits, part_peak_RSC, part_nans_RSC, found_RSn[..., :2])
+    found_RSn = first_id_S.new_empty((R, S, shortlist_integers(size)))
+    packed_RS2, *fields = shortlist_fields(found_RSn)
+    pack_peaks(logits, part_peak_RSC, part_nans_RSC, packed_RS2)
     blocks, programs = top_RSCb.shape[3], min(R * S, programs_of(x_NSv.device))
     if R > 0:
-        _largest_kernel[(programs,)](
+        _shortlist_kernel[(programs,)](
             x_NSv,
             *x_NSv.stride(),
             first_id_S,
@@ -226,8 +253,8 @@ def peak_and_largest(
             part_nans_RSC,
             top_RSCb,
             first_id_S.new_empty((programs, PARTS * blocks), dtype=torch.int32),
-            found_RSn[..., 2],
-            found_RSn[..., 3:].view(torch.int32),
+            fields[0].view(torch.int32),
+            *fields[1:],
             found_RSn.stride(1),
             edit_arguments(edits, first_id_S),
             R,
@@ -252,7 +279,7 @@ def peak_and_largest(
     return found_RSn
 
 
-def cut(
+def sift(
     listed_RSn: Tensor,
     peak_R: Tensor,
     floor_R: Tensor,
@@ -260,31 +287,32 @@ def cut(
     top_k_R: Tensor,
     top_p_R: Tensor,
     vocab_size: int,
-) -> Tensor:
-    """The kernel of `ops.cut`."""
-    (R, S, n), bits = listed_RSn.shape, weight_bits(vocab_size)
-    cut_R, size = torch.empty_like(floor_R), 2 * (n - 3)
+) -> tuple[Tensor, Tensor]:
+    """The kernel of `ops.sift`."""
+    (R, S, _), bits = listed_RSn.shape, weight_bits(vocab_size)
     if listed_RSn.stride(2) != 1:
         listed_RSn = listed_RSn.contiguous()
+    _, value_RSn, *fields = shortlist_fields(listed_RSn)
+    sifted_R, mass_RSC = torch.empty_like(floor_R), listed_RSn.new_empty((R, S, PARTS))
     if R > 0:
-        _cut_kernel[(R,)](
-            listed_RSn[..., 2],
-            listed_RSn[..., 3:].view(torch.int32),
+        _sift_kernel[(R,)](
+            value_RSn.view(torch.int32),
+            *fields,
             *listed_RSn.stride()[:2],
             peak_R.contiguous(),
             floor_R.contiguous(),
             scale_R.contiguous(),
             top_k_R.contiguous(),
             top_p_R.contiguous(),
-            cut_R,
+            sifted_R,
+            mass_RSC,
             S,
             vocab_size,
             bits,
             EXACT=bits <= EXACT_BITS,
-            SIZE=size,
-            ALL=triton.next_power_of_2(S * size),
+            SIZE=value_RSn.shape[2],
             ALL_SEGMENTS=triton.next_power_of_2(S),
             num_warps=4,
             enable_fp_fusion=False,
         )
-    return cut_R
+    return sifted_R, mass_RSC
