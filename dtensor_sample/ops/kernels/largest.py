@@ -1,7 +1,8 @@
 """Shortlists of segments, from the blocks that can hold their largest values; and what follows.
 
 As in `whole.py`, a block's largest value, its top, is known from the first pass, and only blocks
-whose top is at least as large as the n-th largest top can hold the n largest values.
+whose top is at least as large as the n-th largest top can hold the n largest values. As there, what
+they hold is listed if there is room, and searched otherwise.
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,16 @@ from dtensor_sample.ops.kernels.edits import edit_arguments, value_dtype
 from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.passes import CHUNK, first_pass, pack_peaks, row_peak
 from dtensor_sample.ops.kernels.threshold import (
+    LISTED,
     SHIFT_OF,
     amounts,
     choose,
     expect,
     fraction,
     largest_top,
+    list_tokens,
+    listed_amounts,
+    listed_columns,
     rank_of,
     read,
     search,
@@ -32,7 +37,7 @@ from dtensor_sample.ops.kernels.values import (
     row_limits,
     source_row,
 )
-from dtensor_sample.ops.kernels.whole import TILE, WARPS, programs_of
+from dtensor_sample.ops.kernels.whole import TILE, WARPS, programs_of, registers
 from dtensor_sample.ops.largest import TOP_P_ONE, shortlist_fields, shortlist_integers
 from dtensor_sample.ops.parts import PARTS, part_width
 from dtensor_sample.ops.values import weight_bits
@@ -40,6 +45,7 @@ from dtensor_sample.ops.values import weight_bits
 _PARTS = tl.constexpr(PARTS)
 _INF = tl.constexpr(float("inf"))
 _TOP_P_ONE = tl.constexpr(TOP_P_ONE)
+_LISTED = tl.constexpr(LISTED)
 
 
 @kernel
@@ -53,7 +59,7 @@ def _shortlist_kernel(
     part_peak_ptr,  # [R, S, PARTS] float32
     part_nans_ptr,  # [R, S, PARTS] int32
     top_ptr,  # [R, S, PARTS, blocks] of `value_dtype`
-    list_ptr,  # scratch: [programs, PARTS * blocks] int32
+    list_ptr,  # scratch: [programs, 2 * LISTED + PARTS * blocks] int32
     value_ptr,  # out: [R, S, SIZE] int32, bits of float32; see `shortlist_fields`
     held_ptr,  # out: [R, S, SIZE] uint8, parts of these
     tied_ptr,  # out: [R, S, PARTS] int32
@@ -80,7 +86,8 @@ def _shortlist_kernel(
 
     Example: of logits [1, 3, 3, 4, 3] the two largest are [4, 3], and three equal the last.
     """
-    listed = list_ptr + tl.program_id(0).to(tl.int64) * _PARTS * BLOCKS
+    tokens = list_ptr + tl.program_id(0).to(tl.int64) * (2 * _LISTED + _PARTS * BLOCKS)
+    listed = tokens + 2 * _LISTED
     for turn in range(tl.cdiv(rows * segments - tl.program_id(0), tl.num_programs(0))):
         item = turn * tl.num_programs(0) + tl.program_id(0)
         row, segment = item // segments, item % segments
@@ -98,40 +105,61 @@ def _shortlist_kernel(
             highest = rank_of(peak, SHIFT)
             least = largest_top(tops, SIZE, highest, SHIFT)
             few = choose(listed, tops >= least, segment * _PARTS * BLOCKS + block)
-            have, _, _ = amounts(
-                x, row, edits, listed, few, least, least, least, peak, least, 0.0, 1.0,
+            have = list_tokens(
+                tokens, x, row, edits, listed, few, least,
                 stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                False, PACKED, TOP, UNIT, ALIGNED, 0, False, BLOCKS, CHUNK, STEPS, TILE,
+                TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
             )  # fmt: skip
-            low = rank_of(least, SHIFT)
-            target = tl.minimum(have, SIZE)
-            beyond = tl.zeros([], tl.int64)
-            r1, r2 = expect(low, have, highest, beyond, target, SHIFT)
-            rank = search(
-                x, row, edits, listed, few, low, highest, have, beyond, target, r1, r2,
-                peak, least, 0.0, 1.0,
-                stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                False, PACKED, TOP, UNIT, ALIGNED, SHIFT, 0, False, BLOCKS, CHUNK, STEPS, TILE,
-            )  # fmt: skip
-            last = tl.where(have < SIZE, -_INF, value_of(rank, SHIFT))
-            for start in range(0, few, TILE // (STEPS * CHUNK)):
-                values, _column, part, _exists = read(
-                    x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
-                    part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
+            if have <= _LISTED:
+                token, counts, _masses = listed_amounts(
+                    tokens, have, peak, least, 1.0, 0, False, False
                 )  # fmt: skip
-                values += 0.0  # -0 is +0
-                part %= _PARTS
-                equal = tl.sum(tl.sum((values == last).to(tl.int32), 2), 1)[:, None]
-                within = part[:, None] == tl.arange(0, _PARTS)[None, :]
-                tied += tl.sum(tl.where(within, equal, 0), 0)
-                part = tl.reshape(tl.broadcast_to(part[:, None, None], values.shape), [TILE])
-                values = tl.reshape(values, [TILE])
-                chosen = (values > last).to(tl.int32)
-                place = larger + tl.cumsum(chosen, 0) - 1
-                tl.store(found + place, values.to(tl.int32, bitcast=True), mask=chosen > 0)
-                tl.store(held + place, part.to(tl.uint8), mask=chosen > 0)
-                larger += tl.sum(chosen, 0)
-            tied = tl.where(have < SIZE, 0, tied)
+                last = tl.max(tl.where(counts >= SIZE, token, -_INF), 0)
+                held_by = (listed_columns(tokens, have) - segment * width) // part_columns
+                equal = (token == last) & (token > -_INF)
+                within = held_by[:, None] == tl.arange(0, _PARTS)[None, :]
+                tied = tl.sum((within & equal[:, None]).to(tl.int32), 0)
+                chosen = (token > last).to(tl.int32)
+                place = tl.cumsum(chosen, 0) - 1
+                tl.store(found + place, token.to(tl.int32, bitcast=True), mask=chosen > 0)
+                tl.store(held + place, held_by.to(tl.uint8), mask=chosen > 0)
+                larger = tl.sum(chosen, 0)
+            else:
+                count, _more, _most = amounts(
+                    x, row, edits, listed, few, least, least, least, peak, least, 0.0, 1.0,
+                    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                    False, PACKED, TOP, UNIT, ALIGNED, 0, False, BLOCKS, CHUNK, STEPS, TILE,
+                )  # fmt: skip
+                low = rank_of(least, SHIFT)
+                target = tl.minimum(count, SIZE)
+                beyond = tl.zeros([], tl.int64)
+                r1, r2 = expect(low, count, highest, beyond, target, SHIFT)
+                rank = search(
+                    x, row, edits, listed, few, low, highest, count, beyond, target, r1, r2,
+                    peak, least, 0.0, 1.0,
+                    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                    False, PACKED, TOP, UNIT, ALIGNED, SHIFT, 0, False, BLOCKS, CHUNK, STEPS, TILE,
+                )  # fmt: skip
+                last = tl.where(count < SIZE, -_INF, value_of(rank, SHIFT))
+                for start in range(0, few, TILE // (STEPS * CHUNK)):
+                    values, _column, part, _exists = read(
+                        x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source,
+                        width, part_columns, vocab_size, TOP, UNIT, ALIGNED,
+                        BLOCKS, CHUNK, STEPS, TILE,
+                    )  # fmt: skip
+                    values += 0.0  # -0 is +0
+                    part %= _PARTS
+                    equal = tl.sum(tl.sum((values == last).to(tl.int32), 2), 1)[:, None]
+                    within = part[:, None] == tl.arange(0, _PARTS)[None, :]
+                    tied += tl.sum(tl.where(within, equal, 0), 0)
+                    part = tl.reshape(tl.broadcast_to(part[:, None, None], values.shape), [TILE])
+                    values = tl.reshape(values, [TILE])
+                    chosen = (values > last).to(tl.int32)
+                    place = larger + tl.cumsum(chosen, 0) - 1
+                    tl.store(found + place, values.to(tl.int32, bitcast=True), mask=chosen > 0)
+                    tl.store(held + place, part.to(tl.uint8), mask=chosen > 0)
+                    larger += tl.sum(chosen, 0)
+                tied = tl.where(count < SIZE, 0, tied)
         tl.debug_barrier()  # all of the list is written
         place = tl.arange(0, SIZE)
         listed_here = place < larger
@@ -242,7 +270,8 @@ def shortlist(
     found_RSn = first_id_S.new_empty((R, S, shortlist_integers(size)))
     packed_RS2, *fields = shortlist_fields(found_RSn)
     pack_peaks(logits, part_peak_RSC, part_nans_RSC, packed_RS2)
-    blocks, programs = top_RSCb.shape[3], min(R * S, programs_of(x_NSv.device))
+    blocks, most = top_RSCb.shape[3], programs_of(x_NSv.device)
+    programs = min(R * S, most)
     if R > 0:
         _shortlist_kernel[(programs,)](
             x_NSv,
@@ -252,7 +281,7 @@ def shortlist(
             part_peak_RSC,
             part_nans_RSC,
             top_RSCb,
-            first_id_S.new_empty((programs, PARTS * blocks), dtype=torch.int32),
+            first_id_S.new_empty((programs, 2 * LISTED + PARTS * blocks), dtype=torch.int32),
             fields[0].view(torch.int32),
             *fields[1:],
             found_RSn.stride(1),
@@ -274,6 +303,7 @@ def shortlist(
             STEPS=triton.next_power_of_2(triton.cdiv(part_width(v), blocks * CHUNK)),
             TILE=TILE,
             num_warps=WARPS,
+            maxnreg=registers(R * S, most),
             enable_fp_fusion=False,
         )
     return found_RSn

@@ -185,7 +185,9 @@ def list_tokens(
 
 
 @triton.jit
-def listed_amounts(tokens, have, peak, least, scale, unit_bits, EXACT: tl.constexpr):
+def listed_amounts(
+    tokens, have, peak, least, scale, unit_bits, WEIGHTED: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
     """[LISTED] listed values, -inf beyond the last; how many are as large, and what those weigh."""
     entry = tl.arange(0, _LISTED)
     value = _listed_value(tokens, entry, have)
@@ -193,10 +195,11 @@ def listed_amounts(tokens, have, peak, least, scale, unit_bits, EXACT: tl.conste
     masses = tl.zeros([_LISTED, _AT_ONCE], tl.int64)
     for start in range(0, have, _AT_ONCE):
         theirs = _listed_value(tokens, start + tl.arange(0, _AT_ONCE), have)
-        weights = integer_weight(theirs, peak, least, scale, unit_bits, EXACT)
         as_large = theirs[None, :] >= value[:, None]
         counts += as_large.to(tl.int32)
-        masses += tl.where(as_large, weights[None, :], 0)
+        if WEIGHTED:
+            weights = integer_weight(theirs, peak, least, scale, unit_bits, EXACT)
+            masses += tl.where(as_large, weights[None, :], 0)
     return value, tl.sum(counts, 1), tl.sum(masses, 1)
 
 

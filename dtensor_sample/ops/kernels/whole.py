@@ -165,7 +165,7 @@ def _whole_kernel(
         if have <= _LISTED:  # every token that is kept is
             least, _ = row_limits(peak, floor, scale)
             value, counts, masses = listed_amounts(
-                tokens, have, peak, least, scale, unit_bits, EXACT
+                tokens, have, peak, least, scale, unit_bits, TOP_P, EXACT
             )
             enough = counts >= tl.minimum(have, top_k)
             floor = tl.maximum(floor, tl.max(tl.where(enough, value, -_INF), 0))
@@ -312,7 +312,7 @@ def weigh(
             STEPS=triton.next_power_of_2(triton.cdiv(part_width(v), blocks * CHUNK)),
             TILE=TILE,
             num_warps=WARPS,
-            maxnreg=128 if most // 2 < R else None,  # room for two programs, at some spilling
+            maxnreg=registers(R, most),
             enable_fp_fusion=False,
         )
     if top_RSCb is not None and filter_top_p_alone:
@@ -326,3 +326,8 @@ def programs_of(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def registers(rows: int, programs: int) -> int | None:
+    """At most so many a thread, so that two programs fit where one does; some are spilled."""
+    return 128 if 2 * rows > programs else None
