@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from dtensor_sample.exchange import Exchange
-from dtensor_sample.ops import BINS, PARTS, shortlist_integers
-from dtensor_sample.output import OUTCOME_COLUMNS, TOLD_COLUMNS
+from dtensor_sample.ops import BINS, OUTCOME_COLUMNS, PARTS, shortlist_integers
+from dtensor_sample.output import TOLD_COLUMNS
 from dtensor_sample.params import Filters, Wants
 from dtensor_sample.threshold import LEVELS
 

@@ -2,11 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-
-OUTCOME_COLUMNS = 4
-"""Integers of a request's result after its tokens: sampled, rejected, NaN logits, failed."""
 
 TOLD_COLUMNS = 4
 """Integers about a token besides given, likeliest and kept ones: its value, rank, how many tokens
@@ -68,14 +64,3 @@ class SamplerOutput:
     """[B] bool: no token was left to choose (all NaN or -inf): its token id is -1."""
     logprobs: TokenLogprobs | None = None
     """What requests asked to be told of their tokens; None if none did."""
-
-    @staticmethod
-    def of_result(result_BW: Tensor, num_speculative_tokens: int) -> "SamplerOutput":
-        """The output of a step, from what `draw` or `verify` yield in batch order."""
-        token_ids = result_BW[:, :-OUTCOME_COLUMNS]
-        short = num_speculative_tokens + 1 - token_ids.shape[1]
-        if short > 0:  # one row a request, which might have had drafts
-            token_ids = torch.nn.functional.pad(token_ids, (0, short), value=-1)
-        token_ids = token_ids.contiguous()  # as collectives of others want them
-        sampled_B, rejected_B, nans_B, failed_B = result_BW[:, -OUTCOME_COLUMNS:].unbind(1)
-        return SamplerOutput(token_ids, sampled_B, rejected_B, nans_B, failed_B != 0)

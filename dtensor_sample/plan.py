@@ -450,9 +450,18 @@ class ShardPlan:
 
     def settle(self, result_QW: Tensor) -> Tensor:
         """Results of the requests here, or of more rows -> [B, W] on every rank, in batch order."""
+        return self._settled(result_QW)[self.gathered_src_indices]
+
+    def deliver(self, result_QW: Tensor) -> SamplerOutput:
+        """What `draw` or `verify` yield for the requests here -> the output of the step."""
+        tokens = self.state.num_speculative_tokens + 1
+        settled_TW = self._settled(result_QW)
+        return SamplerOutput(*ops.deliver(settled_TW, self.gathered_src_indices, tokens))
+
+    def _settled(self, result_QW: Tensor) -> Tensor:
+        """Results of the requests of all ranks, in the order of their owners."""
         capacity = self.request_capacity
-        settled = self.exchange.settle(result_QW[:capacity], [capacity] * self.state.axis.size)
-        return settled[self.gathered_src_indices]
+        return self.exchange.settle(result_QW[:capacity], [capacity] * self.state.axis.size)
 
     def finish(self, output: SamplerOutput) -> None:
         """Note what was emitted: it counts; positions advance, unless given; drafts are used."""

@@ -298,7 +298,7 @@ class RejectionSampler:
             state.vocab_size,
             self.method,
         )
-        output = SamplerOutput.of_result(plan.settle(result_QW), state.num_speculative_tokens)
+        output = plan.deliver(result_QW)
         output = report(output, row, plan)  # before what it tells of has changed counts
         plan.finish(output)
         return output

@@ -120,7 +120,7 @@ class Sampler:
             What a call does; positions of the state advance, drafts that it kept are void.
         """
         drawn_R5, row = drawn
-        output = SamplerOutput.of_result(plan.settle(drawn_R5), self.state.num_speculative_tokens)
+        output = plan.deliver(drawn_R5)
         output = report(output, row, plan)  # before what it tells of has changed counts
         plan.finish(output)
         return output

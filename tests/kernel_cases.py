@@ -326,13 +326,15 @@ def few_numbers(device: str, generator: torch.Generator) -> Iterator[str]:
         (ops.row_params, table_M6, None, position, None, None),
         (ops.join_peaks, packed_RS2, min_p_R),
         (ops.join_peaks, by_segment_RS2, min_p_R),
+        (ops.deliver, ids_RS.repeat(1, 3) - 5, place_R, 5),
+        (ops.deliver, ids_RS.repeat(1, 2)[:, :5].contiguous(), place_R, 8),
         (ops.take, place_R, wanted_Q, argmax, *fields),
         (ops.take, torch.where(wanted_Q, place_R, -1), None, None, *fields),
         (ops.take, place_R, wanted_Q, None, *fields[:3], mass_RPC[..., :0], *fields[4:]),
     ):
         run = op if device == "cuda" else launcher(op.name)
         # As logits are, in strides of their own.
-        found = run(*(x if x is None else on(device, x) for x in given))
+        found = run(*(on(device, x) if isinstance(x, Tensor) else x for x in given))
         for a, b in zip(found, op(*given), strict=True):
             if not torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)):
                 yield op.name

@@ -55,6 +55,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "mass": (*row, V),
         "weigh": (*row[:4], *shape, True, True, True, V),
         "aim": (start_RSC.movedim(0, 1).contiguous().movedim(1, 0), zero_R + 5),
+        "deliver": (zero_R[:, None].expand(-1, 6).contiguous(), rows_R.clamp(min=0), 3),
         "outcome": (zero_R, zero_R, zero_R, zero_R == 0),
         "pick": (*row, start_RSC, zero_R, V),
         "log_probability": (torch.zeros(4, 2), peak_R, torch.ones(4), zero_R + 7, V),

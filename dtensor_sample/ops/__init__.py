@@ -10,7 +10,7 @@ from dtensor_sample.ops.logarithm import entropy, log_probability
 from dtensor_sample.ops.lookup import lookup
 from dtensor_sample.ops.markov import markov, quantized
 from dtensor_sample.ops.mass import mass
-from dtensor_sample.ops.outcome import outcome
+from dtensor_sample.ops.outcome import OUTCOME_COLUMNS, deliver, outcome
 from dtensor_sample.ops.parts import PARTS
 from dtensor_sample.ops.peak import join_peaks, peak
 from dtensor_sample.ops.pick import pick
@@ -28,6 +28,7 @@ __all__ = [
     "BINS",
     "DIGIT_BITS",
     "ONE",
+    "OUTCOME_COLUMNS",
     "PARTS",
     "accept",
     "aim",
@@ -35,6 +36,7 @@ __all__ = [
     "chain",
     "confidence",
     "copy",
+    "deliver",
     "emit",
     "entropy",
     "fraction",

@@ -1,10 +1,14 @@
-"""What a drawn row reports: the columns of a request's result, see `SamplerOutput`."""
+"""What a drawn row reports, and what of all reports a step returns, see `SamplerOutput`."""
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dtensor_sample.ops.define import define
 from dtensor_sample.ops.sharding import shard_like
+
+OUTCOME_COLUMNS = 4
+"""Integers of a request's result after its tokens: sampled, rejected, NaN logits, failed."""
 
 
 @define("outcome")
@@ -32,3 +36,34 @@ def _(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor) -> T
 
 
 shard_like(torch.ops.dtensor_sample.outcome.default, "row", "row row row row")
+
+
+@define("deliver")
+def deliver(
+    result_TW: Tensor, src_B: Tensor, tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of an output, from the results of all requests in the order of their owners.
+
+    Args:
+        result_TW: [T, W] int64, the tokens of each, at most `tokens`, then OUTCOME_COLUMNS.
+        src_B: [B] int64, the row of each request of the batch.
+        tokens: how many a request of the output has, -1 where the results have none.
+
+    Returns:
+        [B, tokens] int64; [B] int64 num_sampled, num_rejected and num_nans; [B] bool failed.
+    """
+    result_BW = result_TW[src_B]
+    token_BJ = result_BW[:, :-OUTCOME_COLUMNS]
+    token_BJ = pad(token_BJ, (0, tokens - token_BJ.shape[1]), value=-1).contiguous()
+    sampled_B, rejected_B, nans_B, failed_B = result_BW[:, -OUTCOME_COLUMNS:].T.contiguous()
+    return token_BJ, sampled_B.clone(), rejected_B.clone(), nans_B.clone(), failed_B != 0
+
+
+@deliver.register_fake
+def _(
+    result_TW: Tensor, src_B: Tensor, tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    B = src_B.shape[0]
+    sampled_B, rejected_B, nans_B = (src_B.new_empty(B) for _ in range(3))
+    failed_B = src_B.new_empty(B, dtype=torch.bool)
+    return src_B.new_empty((B, tokens)), sampled_B, rejected_B, nans_B, failed_B

@@ -24,6 +24,7 @@ _MODULES = {
     "markov": "markov",
     "mass": "passes",
     "odds": "judge",
+    "deliver": "rows",
     "outcome": "rows",
     "peak": "passes",
     "pick": "pick",

@@ -8,6 +8,7 @@ from torch import Tensor
 from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.random import counted
 from dtensor_sample.ops.largest import TOP_P_ONE
+from dtensor_sample.ops.outcome import OUTCOME_COLUMNS
 from dtensor_sample.ops.peak import LAST_ID
 
 _ROWS = 128
@@ -196,6 +197,41 @@ def _take_kernel(
     tl.store(taken_mass_ptr + to * parts + part, mass, mask=part < parts)
 
 
+@kernel
+def _deliver_kernel(
+    result_ptr,  # [T, W] int64
+    src_ptr,  # [B] int64
+    token_ptr,  # out: [B, tokens] int64
+    sampled_ptr,  # out: [B] int64
+    rejected_ptr,  # out: [B] int64
+    nans_ptr,  # out: [B] int64
+    failed_ptr,  # out: [B] bool
+    requests,  # B
+    width,  # W
+    tokens,
+    COLUMNS: tl.constexpr,  # OUTCOME_COLUMNS
+    ALL_TOKENS: tl.constexpr,  # tokens, rounded up to a power of two
+    ROWS: tl.constexpr,  # requests of a program
+):
+    """The fields of some requests.
+
+    Example: of the result [5, 1, 0, 2, 0], two tokens are [5, -1]; 1 is sampled, 0 are rejected.
+    """
+    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = request < requests
+    own = result_ptr + tl.load(src_ptr + request, mask=exists, other=0) * width
+    place = tl.arange(0, ALL_TOKENS)[None, :]
+    there = exists[:, None] & (place < width - COLUMNS)
+    token = tl.load(own[:, None] + place, mask=there, other=-1)
+    to = token_ptr + request.to(tl.int64)[:, None] * tokens + place
+    tl.store(to, token, mask=exists[:, None] & (place < tokens))
+    own += width - COLUMNS
+    tl.store(sampled_ptr + request, tl.load(own, mask=exists, other=0), mask=exists)
+    tl.store(rejected_ptr + request, tl.load(own + 1, mask=exists, other=0), mask=exists)
+    tl.store(nans_ptr + request, tl.load(own + 2, mask=exists, other=0), mask=exists)
+    tl.store(failed_ptr + request, tl.load(own + 3, mask=exists, other=0) != 0, mask=exists)
+
+
 def row_params(
     table_M6: Tensor,
     row_R: Tensor | None,
@@ -321,3 +357,27 @@ def outcome(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor
             ROWS=_ROWS,
         )
     return outcome_R5
+
+
+def deliver(
+    result_TW: Tensor, src_B: Tensor, tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The kernel of `ops.deliver`."""
+    B = src_B.shape[0]
+    token_BJ, failed_B = src_B.new_empty((B, tokens)), src_B.new_empty(B, dtype=torch.bool)
+    sampled_B, rejected_B, nans_B = (src_B.new_empty(B) for _ in range(3))
+    found = (token_BJ, sampled_B, rejected_B, nans_B, failed_B)
+    if B > 0:
+        _deliver_kernel[(triton.cdiv(B, _FEW_ROWS),)](
+            result_TW.contiguous(),
+            src_B.contiguous(),
+            *found,
+            B,
+            result_TW.shape[1],
+            tokens,
+            COLUMNS=OUTCOME_COLUMNS,
+            ALL_TOKENS=triton.next_power_of_2(tokens),
+            ROWS=_FEW_ROWS,
+            num_warps=1,
+        )
+    return found

@@ -17,7 +17,7 @@ from dtensor_sample.ops.values import COEFFICIENTS, LOWEST_EXPONENT
 SIZES = (
     "K", "blocks", "cache_width", "column_stride", "draft_width", "level", "parts", "requests",
     "row_stride", "rows", "segment_stride", "segments", "size", "start_stride", "step", "stride_v",
-    "unit_bits", "vocab_size", "width",
+    "tokens", "unit_bits", "vocab_size", "width",
 )  # fmt: skip
 """Arguments of kernels whose values bring no variant of the kernel's own: compiling takes long."""
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
