@@ -205,6 +205,8 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
         start_RSC, point_R = compare("aim", ops.aim, mass_RSC, uniform_R)
         token_R = compare("pick", ops.pick, *row_args, start_RSC, point_R, V)[0]
         compare("lookup", ops.lookup, *row_args, token_R, V)
+        below = (*row_args[:4], peak_R - 1, *row_args[5:])
+        compare("lookup beyond the peak", ops.lookup, *below, token_R, V)
         value_R = torch.where(token_R % 2 == 0, peak_R, floor_R)
         compare("tally", ops.tally, *row_args, value_R, V, True)
     on_gpu = device == "cuda"  # the interpreter is slow

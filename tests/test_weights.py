@@ -54,6 +54,14 @@ def test_weights_are_monotone_and_bounded():
     assert weights[-1] == 1 << oracle.weight_bits(len(values))
 
 
+def test_values_beyond_the_peak():
+    """Catches weights above the largest, where drafts are not those that penalties were told of."""
+    x = torch.tensor([[[1.0, 3.0, 300.0]]])
+    peak, floor, scale = torch.tensor([2.0]), torch.tensor([-torch.inf]), torch.tensor([1.0])
+    weights = ops_values.weights(x, peak, floor, scale, 3)[0, 0].tolist()
+    assert weights == [1 << 59, 1 << 60, 1 << 60]
+
+
 def test_mass_of_a_rare_tail():
     """Catches weights too coarse for rare tokens: 262143 of probability 1e-9 weigh their due."""
     size = 1 << 18

@@ -147,7 +147,7 @@ def weights(
 
     Args:
         value_RSv: float32 from `values`.
-        peak_R: float32, the largest value of each row.
+        peak_R: float32, the largest value of each row; others larger than it weigh as it does.
         floor_R: float32, the threshold: kept are values >= it, and never -inf.
         scale_R: float32, log2(e) / temperature.
         vocab_size: V, fixes S.
@@ -166,7 +166,7 @@ def weights(
 def _weights(value: Tensor, peak: Tensor, floor: Tensor, scale: Tensor, vocab_size: int) -> Tensor:
     lowest = -torch.finfo(torch.float32).max
     dropped = value < floor.clamp(min=lowest)
-    below = (value - peak).clamp_(min=lowest)
+    below = (value - peak).clamp_(min=lowest, max=0.0)
     exponent = below.double().mul_(scale.double())
     exponent.masked_fill_(dropped, LOWEST_EXPONENT).clamp_(min=LOWEST_EXPONENT)
     whole = exponent.round()

@@ -82,7 +82,8 @@ def weight(x, peak, least, lowest, scale, KEEP: tl.constexpr):
         x: float32 values, or NaN, which is never kept.
         peak, least, lowest, scale: of the row, see `row_limits`.
         KEEP: "any" keeps all that weighs anything; "least" of it what is >= least. Both need a row
-            that is tame, see `is_tame`. "exact" does what "least" does, for every row.
+            that is tame, see `is_tame`. "exact" does what "least" does, for every row, even one that
+            has larger values than its peak.
     """
     below = x - peak
     if KEEP == "any":
@@ -90,7 +91,7 @@ def weight(x, peak, least, lowest, scale, KEEP: tl.constexpr):
     elif KEEP == "least":
         below = tl.where(x >= least, below, lowest)
     else:
-        below = tl.maximum(below, -_LARGEST_FLOAT32)
+        below = tl.minimum(tl.maximum(below, -_LARGEST_FLOAT32), 0.0)
         kept = (x >= least) & (below * scale >= _LOWEST)
         below = tl.where(kept, below, 0.0)
     whole = fused_multiply_add(below, scale, _NEAREST)
