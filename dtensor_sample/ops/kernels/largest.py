@@ -59,7 +59,8 @@ def _shortlist_kernel(
     part_peak_ptr,  # [R, S, PARTS] float32
     part_nans_ptr,  # [R, S, PARTS] int32
     top_ptr,  # [R, S, PARTS, blocks] of `value_dtype`
-    list_ptr,  # scratch: [programs, 2 * LISTED + PARTS * blocks] int32
+    list_ptr,  # scratch: [programs, PARTS * blocks] int32
+    token_ptr,  # scratch: [programs, 2, LISTED] int32
     value_ptr,  # out: [R, S, SIZE] int32, bits of float32; see `shortlist_fields`
     held_ptr,  # out: [R, S, SIZE] uint8, parts of these
     tied_ptr,  # out: [R, S, PARTS] int32
@@ -86,8 +87,8 @@ def _shortlist_kernel(
 
     Example: of logits [1, 3, 3, 4, 3] the two largest are [4, 3], and three equal the last.
     """
-    tokens = list_ptr + tl.program_id(0).to(tl.int64) * (2 * _LISTED + _PARTS * BLOCKS)
-    listed = tokens + 2 * _LISTED
+    listed = list_ptr + tl.program_id(0).to(tl.int64) * _PARTS * BLOCKS
+    tokens = token_ptr + tl.program_id(0) * 2 * _LISTED
     for turn in range(tl.cdiv(rows * segments - tl.program_id(0), tl.num_programs(0))):
         item = turn * tl.num_programs(0) + tl.program_id(0)
         row, segment = item // segments, item % segments
@@ -281,7 +282,8 @@ def shortlist(
             part_peak_RSC,
             part_nans_RSC,
             top_RSCb,
-            first_id_S.new_empty((programs, 2 * LISTED + PARTS * blocks), dtype=torch.int32),
+            first_id_S.new_empty((programs, PARTS * blocks), dtype=torch.int32),
+            first_id_S.new_empty((programs, 2, LISTED), dtype=torch.int32),
             fields[0].view(torch.int32),
             *fields[1:],
             found_RSn.stride(1),

@@ -82,8 +82,8 @@ def weight(x, peak, least, lowest, scale, KEEP: tl.constexpr):
         x: float32 values, or NaN, which is never kept.
         peak, least, lowest, scale: of the row, see `row_limits`.
         KEEP: "any" keeps all that weighs anything; "least" of it what is >= least. Both need a row
-            that is tame, see `is_tame`. "exact" does what "least" does, for every row, even one that
-            has larger values than its peak.
+            that is tame, see `is_tame`. "exact" does what "least" does, for every row, even one
+            that has larger values than its peak.
     """
     below = x - peak
     if KEEP == "any":

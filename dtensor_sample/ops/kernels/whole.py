@@ -70,7 +70,8 @@ def _whole_kernel(
     part_peak_ptr,  # [R, S, PARTS] float32
     part_nans_ptr,  # [R, S, PARTS] int32
     top_ptr,  # [R, S, PARTS, blocks] of `value_dtype`
-    list_ptr,  # scratch: [programs, 2 * LISTED + S * PARTS * blocks] int32
+    list_ptr,  # scratch: [programs, S * PARTS * blocks] int32
+    token_ptr,  # scratch: [programs, 2, LISTED] int32
     min_p_ptr,  # [R] float32
     scale_ptr,  # [R] float32
     top_k_ptr,  # [R] int64
@@ -109,8 +110,8 @@ def _whole_kernel(
     Example: logits [1, 3, 3, 2], top-k 3, top-p 0.6 at scale 1: the third largest value is 2; of
     the mass 2**S * (1 + 1 + 1/2) at least 0.6 lies at or above 3, which is the threshold.
     """
-    tokens = list_ptr + tl.program_id(0).to(tl.int64) * (2 * _LISTED + segments * _PARTS * BLOCKS)
-    listed = tokens + 2 * _LISTED
+    listed = list_ptr + tl.program_id(0).to(tl.int64) * segments * _PARTS * BLOCKS
+    tokens = token_ptr + tl.program_id(0) * 2 * _LISTED
     for turn in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
         row = turn * tl.num_programs(0) + tl.program_id(0)
         source = source_row(rows_ptr, row, HAS_ROWS)
@@ -268,8 +269,8 @@ def weigh(
         bits, blocks = weight_bits(vocab_size), top_RSCb.shape[3]
         most = programs_of(x_NSv.device)
         programs = min(R, most)
-        size = 2 * LISTED + S * PARTS * blocks
-        list_Pb = first_id_S.new_empty((programs, size), dtype=torch.int32)
+        list_Pb = first_id_S.new_empty((programs, S * PARTS * blocks), dtype=torch.int32)
+        token_P2n = first_id_S.new_empty((programs, 2, LISTED), dtype=torch.int32)
         _whole_kernel[(programs,)](
             x_NSv,
             *x_NSv.stride(),
@@ -279,6 +280,7 @@ def weigh(
             part_nans_RSC,
             top_RSCb,
             list_Pb,
+            token_P2n,
             min_p_R,
             scale_R,
             top_k_R,
