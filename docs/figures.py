@@ -28,8 +28,8 @@ ROW, COLUMN = 1.0, 3.0
 """Height of a row of logits, and width of a rank's part of the vocabulary."""
 MANY_RANKS = (2, 4, 8, 16, 32, 64)
 MANY_US = (100, 200, 500, 1000, 2000)
-SCALED = ((64, False), (512, False), (512, True))
-"""Rows, and whether top-k and top-p are on."""
+SCALED = ((64, "off"), (512, "off"), (512, "on"))
+"""Rows, and filters."""
 PANEL = REQUESTS * ROW + 2.2
 """Height of a rank's panel, the space below it included."""
 
@@ -113,17 +113,16 @@ def draw_predictions(path: Path) -> None:
             first.plot(*zip(*own, strict=True), "o", color=color, label=name)
         first.set(xlabel="measured us", ylabel="predicted us", xscale="log", yscale="log")
         first.set_title("2 ranks: held-out rows, and +- 15%")
-        for ax, (rows, filtered) in zip(others, SCALED, strict=True):
+        for ax, (rows, filters) in zip(others, SCALED, strict=True):
             for name, color in colors.items():
-                same = [m for m in measured if (m.exchange, m.filtered) == (name, filtered)]
-                same = [m for m in same if m.candidates == same[0].candidates]
+                same = [m for m in measured if (m.exchange, m.filters) == (name, filters)]
                 costs = [replace(same[0], rows=rows, ranks=P).cost for P in MANY_RANKS]
                 us = map(hardware("h200").us, costs, MANY_RANKS)
                 ax.plot(MANY_RANKS, list(us), color=color, label=name)
                 found = [m.us for m in same if m.rows == rows]
                 ax.plot([2] * len(found), found, "o", color=color)
             ax.axvline(8, color="grey", lw=0.8, ls=":")
-            ax.set_title(f"{rows} rows, {'top-k and top-p' if filtered else 'no filter'}")
+            ax.set_title(f"{rows} rows, {'no filter' if filters == 'off' else 'top-k and top-p'}")
             ax.set(xlabel="ranks", ylabel="predicted us", xscale="log", yscale="log")
             ax.set_xticks(MANY_RANKS, [str(P) for P in MANY_RANKS])
             ax.set_yticks(MANY_US, [str(us) for us in MANY_US])

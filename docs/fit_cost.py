@@ -21,7 +21,7 @@ from dtensor_sample.predict import CONSTANTS, TABLE, Hardware, hardware, names, 
 FILES = {
     "h200": [
         "2026-11-30-bench-h200-x2.csv",
-        "2026-11-29-bench-h200-x2.csv",
+        "2026-11-30-top-p-h200-x2.csv",
         "2026-11-30-verify-h200.csv",
     ],
     "cpu": ["2026-11-30-bench-cpu-x2.csv"],
@@ -40,14 +40,16 @@ ASSUMED = {
     "cpu": Hardware(
         name="cpu",
         about="2 ranks on 2 shared CPU cores, gloo, torch 2.13, eager, 2026-11-30",
-        constants=NOTHING | {"largest_us": 0.0, "largest_us_per_million": 660_000.0},
+        constants=NOTHING
+        | {"largest_us_per_million": 660_000.0, "nucleus_us_per_million": 470_000.0},
         hop_us=200.0,
         node_ranks=64,
         node_bytes_per_us=1_000.0,
     ),
 }
-"""What the files were measured on, and what they do not tell: the largest values of shards, taken
-to be no faster than the histograms that they replace; a few us more of a collective for more ranks;
+"""What the files were measured on, and what they do not tell: on CPUs the largest values of shards,
+taken to be no faster than the histograms that they replace, and top-p alone, one search of two; a
+few us more of a collective for more ranks;
 and between nodes 400 Gb/s a GPU (less what protocols take) or 10 Gb/s a CPU."""
 
 
@@ -96,7 +98,7 @@ def main() -> None:
     for m, guess in guesses:
         fitted = machine.us(m.cost, m.ranks)
         print(
-            f"{m.rows:5} {m.ranks:5} {m.K:3}  {'on' if m.filtered else 'off':7}  "
+            f"{m.rows:5} {m.ranks:5} {m.K:3}  {m.filters:7}  "
             f"{m.exchange:10} {m.us:9.1f} {fitted:7.0f} {guess:9.0f}"
         )
     errors = [error(m, us) for m, us in guesses]

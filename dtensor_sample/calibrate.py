@@ -22,7 +22,7 @@ from dtensor_sample.choose import BY_DEVICE
 from dtensor_sample.cost import Cost
 from dtensor_sample.exchange import EXCHANGES
 from dtensor_sample.layout import vocab_sharded
-from dtensor_sample.params import Filters, SamplingParams, filters_of
+from dtensor_sample.params import SamplingParams, filters_of
 from dtensor_sample.plan import ShardPlan
 from dtensor_sample.predict import Hardware, fit, hardware, write
 from dtensor_sample.rejection import RejectionSampler
@@ -31,7 +31,11 @@ from dtensor_sample.sharder import BatchSharder
 from dtensor_sample.state import SamplingState
 from dtensor_sample.workload import Workload
 
-FILTERS = {"off": SamplingParams(), "on": SamplingParams(top_k=50, top_p=0.95)}
+FILTERS = {
+    "off": SamplingParams(),
+    "on": SamplingParams(top_k=50, top_p=0.95),
+    "top-p": SamplingParams(top_p=0.95),
+}
 GRID = {"cuda": (129_280, (4, 64, 512, 2048), 20), "cpu": (4096, (2, 8, 32), 3)}
 """Vocabulary, numbers of rows and rounds, by the type of device."""
 K = 7
@@ -47,11 +51,11 @@ class Measurement:
     ranks: int
     vocab_size: int
     dtype: torch.dtype
-    filtered: bool
-    """With top-k and top-p."""
+    filters: str
+    """Of FILTERS."""
     us: float
-    candidates: int = 0
-    """As `Filters` has them."""
+    listed: bool = True
+    """Whether ranks that shard rows exchanged lists of candidates, and no histograms, for top-k."""
     K: int = 0
     method: str | None = None
     """How drafts were verified, if any were."""
@@ -62,18 +66,15 @@ class Measurement:
     def step(self) -> Workload:
         """What was done; requests take turns with their owners."""
         requests = -(-self.rows // (self.K + 1))
+        filters = filters_of([FILTERS[self.filters]])
+        if self.exchange == "vocab" and not self.listed:
+            filters = filters._replace(candidates=0, bounded=False)
         return Workload(
             ranks=self.ranks,
             rows_B=[self.K + 1] * requests,
             owners_B=[request % self.ranks for request in range(requests)],
             vocab_size=self.vocab_size,
-            filters=Filters(
-                top_k=self.filtered,
-                top_p=self.filtered,
-                drawn=True,
-                candidates=self.candidates,
-                bounded=self.candidates > 0,
-            ),
+            filters=filters,
             dtype=self.dtype,
             K=self.K,
             method=self.method,
@@ -89,9 +90,9 @@ class Measurement:
 def read(path: Path) -> list[Measurement]:
     """What a CSV says about exchanges.
 
-    Its columns are rows, filters (off or on), way (an exchange; others are left out) and us; and if
-    they are there ranks (2), vocab (129280), dtype (bfloat16), candidates (0), k (0), method
-    (block) and drafts (one-hot or drawn).
+    Its columns are rows, filters (off, on or top-p), way (an exchange; others are left out) and us;
+    and if they are there ranks (2), vocab (129280), dtype (bfloat16), candidates (none were
+    listed), k (0), method (block) and drafts (one-hot or drawn).
     """
     with path.open(newline="") as file:
         records = [record for record in csv.DictReader(file) if record["way"] in EXCHANGES]
@@ -107,9 +108,9 @@ def _measurement(record: Mapping[str, str]) -> Measurement:
         ranks=int(record.get("ranks") or 2),
         vocab_size=int(record.get("vocab") or 129_280),
         dtype=getattr(torch, record.get("dtype") or "bfloat16"),
-        filtered=record["filters"] == "on",
+        filters=record["filters"],
         us=float(record["us"]),
-        candidates=int(record.get("candidates") or 0),
+        listed="candidates" in record,
         K=K,
         method=(record.get("method") or "block") if K else None,
         drawn=record.get("drafts") == "drawn",
@@ -176,7 +177,7 @@ def measure(mesh: DeviceMesh) -> list[Measurement]:
     """Steps of few and many rows, without and with filters and drafts, under each exchange."""
     vocab_size, every, rounds = GRID[mesh.device_type]
     exchanges = EXCHANGES if mesh.size() > 1 else EXCHANGES[:1]
-    kinds = [("off", 0), ("on", 0), ("off", K)]
+    kinds = [("off", 0), ("on", 0), ("top-p", 0), ("off", K)]
     measured = []
     for rows, (filters, drafts), exchange in itertools.product(every, kinds, exchanges):
         if rows % (drafts + 1) != 0:
@@ -187,9 +188,8 @@ def measure(mesh: DeviceMesh) -> list[Measurement]:
             ranks=mesh.size(),
             vocab_size=vocab_size,
             dtype=torch.bfloat16 if mesh.device_type == "cuda" else torch.float32,
-            filtered=filters == "on",
+            filters=filters,
             us=0.0,
-            candidates=filters_of([FILTERS[filters]]).candidates,
             K=drafts,
             method="block" if drafts else None,
         )
@@ -213,7 +213,7 @@ def step_of(mesh: DeviceMesh, case: Measurement) -> Callable[[], Tensor]:
         seed=1,
     )
     for slot in slots:
-        state.add(slot, FILTERS["on" if case.filtered else "off"])
+        state.add(slot, FILTERS[case.filters])
     positions = [0] * len(slots)
     plan = BatchSharder(state).plan(slots, [drafts + 1] * len(slots), positions=positions)
     width = -(-V // mesh.size())

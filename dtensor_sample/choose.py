@@ -8,17 +8,18 @@ worked out once, in integers, and a choice compares three sums, in compiled code
 import functools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from dtensor_sample.cost import Shape, cost_of, cost_of_verifying
+from dtensor_sample.cost import Shape, cost_of, cost_of_drafting, cost_of_verifying
 from dtensor_sample.exchange import EXCHANGES, Axis, exchange_of
 from dtensor_sample.params import Filters, fixed
 from dtensor_sample.predict import hardware
 from dtensor_sample.private import constant
 
-FEW_ROWS, MARGIN_PERCENT = 4, 10
+FEW_ROWS, MARGIN_PERCENT = 8, 10
 """With no more rows than these the plain way, `replicate`, is left only for one that is predicted
 to be faster by more than this: there exchanges differ by less than a prediction errs."""
 PICOSECONDS = 1_000_000
@@ -50,6 +51,7 @@ def _lines(
     draft_dtype: torch.dtype | None,
     method: str | None,
     sharded: bool,
+    loop: bool,
 ) -> tuple[Line, ...]:
     """The lines of the EXCHANGES; arguments are those of `fastest`, `ranks` is P."""
     filters = Filters(top_k, top_p, drawn, candidates, bounded)
@@ -65,6 +67,10 @@ def _lines(
         else:
             kind = {"draft_dtype": draft_dtype, "method": method}
             cost = cost_of_verifying(exchange, shape, K, *how, **kind)  # type: ignore[arg-type]
+        if loop:
+            of_requests = Shape(holders, requests * many, requests * many, 0)
+            drafting = cost_of_drafting(exchange, of_requests, K, *how)
+            cost = replace(cost, ops=(*cost.ops, *drafting.ops))
         return known.us(cost, ranks) * PICOSECONDS
 
     def line(name: str) -> Line:
@@ -94,6 +100,7 @@ def fastest(
     draft_dtype: torch.dtype | None = None,
     method: str | None = None,
     sharded: bool = True,
+    loop: bool = False,
     among: Sequence[str] = EXCHANGES,
 ) -> str:
     """The exchange to take.
@@ -109,6 +116,7 @@ def fastest(
         draft_dtype: of draft logits; None: drafts are one-hot.
         method: how drafts are verified; None: one token a row is sampled.
         sharded: whether logits are; otherwise every rank holds all of them.
+        loop: whether the drafts are drawn in a loop, which counts too.
         among: which exchanges are possible.
     """
     of = lines(
@@ -121,6 +129,7 @@ def fastest(
         draft_dtype,
         method,
         sharded,
+        loop,
     )
     # Rows may be symbols of a compiler: what follows are a few comparisons of integers.
     times = {}

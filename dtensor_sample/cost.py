@@ -19,7 +19,7 @@ from dtensor_sample.threshold import LEVELS
 
 INTEGER_BYTES = 8
 COLLECTIVES = ("all_to_all", "all_gather", "all_reduce")
-KERNELS = ("weigh", "filter", "histogram", "largest", "judge")
+KERNELS = ("weigh", "filter", "nucleus", "histogram", "largest", "judge")
 MASS_COPIES, HISTOGRAM_COPIES = 2, 5
 """Of a row's masses, P * 16 integers, or before them of its histogram: as many at a time."""
 ROW_BYTES, SEARCHED_ROW_BYTES = 400, 3300
@@ -209,6 +209,35 @@ def cost_of_verifying(
     return Cost(tuple(ops), received, scratch)
 
 
+def cost_of_drafting(
+    exchange: Exchange,
+    shape: Shape,
+    K: int,
+    vocab_size: int,
+    filters: Filters,
+    dtype: torch.dtype,
+) -> Cost:
+    """The cost of drawing K drafts of each request in a loop over base logits of all of them.
+
+    Where rows are whole, owners talk before and after the loop only; under `vocab`, at every step.
+
+    Args:
+        exchange: under which.
+        shape: of one row a request.
+        K: num_speculative_tokens.
+        vocab_size: V.
+        filters: what any request needs.
+        dtype: of the logits.
+    """
+    step = cost_of(exchange, shape, vocab_size, filters, dtype, sharded=False)
+    if exchange.name == "vocab":
+        return replace(step, ops=(*step.ops * K, *_settle(exchange, K * shape.requests)))
+    every = shape._replace(rows=K * shape.rows, requests=K * shape.requests)
+    moved = cost_of(exchange, every, vocab_size, filters, dtype).ops
+    kernels = tuple(op for op in step.ops if op.kind in KERNELS)
+    return replace(step, ops=tuple(op for op in moved if op.kind in COLLECTIVES) + kernels * K)
+
+
 def draft_cache_bytes(
     exchange: Exchange, slots: int, K: int, vocab_size: int, dtype: torch.dtype
 ) -> int:
@@ -244,7 +273,11 @@ def _weigh(
     weigh = Op("weigh", 2 * logits if filters.drawn else logits)
     searches = filters.top_k + filters.top_p
     if P == 1 or exchange.name != "vocab":
-        return [weigh, *[Op("filter", logits)] * (searches > 0)]
+        if searches == 0:
+            return [weigh]
+        if filters.top_p_alone:
+            return [weigh, Op("nucleus", logits)]
+        return [Op("weigh", logits), Op("filter", logits)]  # what is left is weighed in the search
     if not filters.drawn:
         return [weigh, *_all_gather(P, rows * 2)]
     masses = _all_gather(P, rows * PARTS)

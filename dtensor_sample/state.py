@@ -155,6 +155,8 @@ class SamplingState:
         """What "auto" is for good once wide state is to come that stays where it is."""
         self._suited: tuple[int, str] | None = None
         """What suits the drafts of all requests there are, of which version."""
+        self._loop = False
+        """Whether those are drawn in a loop."""
         self.on_select: Callable[[ShardPlan, Tensor], None] | None = None
         """What to do when a plan selects rows, while a `GraphedStep` runs."""
         self.host_parts: list[tuple[int, HostPart]] | None = None
@@ -262,25 +264,31 @@ class SamplingState:
         """What "auto" may take if it is free."""
         return EXCHANGES if self.needs_whole_rows is None else WHOLE
 
-    def expect_drafts(self, exchange: str | None = None) -> None:
+    def expect_drafts(self, exchange: str | None = None, *, loop: bool = False) -> None:
         """Let "auto" be an exchange that keeps 1/P of draft logits on each rank.
 
         Args:
             exchange: which, from now on; None: the fastest for drafts of about as many requests as
                 there are.
+            loop: whether they are drawn in a loop over the logits of all K.
         """
         self._drafts_expected, self._settled = True, exchange or self._settled
+        self._loop, self._suited = self._loop or loop, None
 
     def suiting(self, requests: int = 0, filters: Filters = EVERY_FILTER) -> str:
         """What is fastest for so many requests, of what keeps 1/P of wide state on each rank.
 
-        For none, what is fastest for a full state with all filters.
+        For none, what is fastest for a full state with all filters. What a state of one request
+        keeps is as large on every rank as on its owner.
         """
         if requests == 0:
             requests, filters = self.max_num_reqs, EVERY_FILTER
         K, P = self.num_speculative_tokens, self.axis.size
         rows_B = [K + 1] * requests
         owners_B = [slot % P for slot in range(requests)]
+        among = self.possible_exchanges
+        if self.max_num_reqs > 1:
+            among = tuple(name for name in among if name != "replicate")
         return fastest(
             machine_of(self.device.type),
             shape_of(True, P, rows_B, owners_B),
@@ -291,7 +299,8 @@ class SamplingState:
             K=K,
             draft_dtype=torch.bfloat16,
             method="block",
-            among=[name for name in self.possible_exchanges if name != "replicate"],
+            loop=self._loop,
+            among=among,
         )
 
     def digest(self, slots: Sequence[int]) -> dict[str, object]:

@@ -85,7 +85,7 @@ def test_choices_on_measured_steps():
     For few rows slower than `replicate` by more than 2 percent, for others than the best by 5.
     """
     measured = read(REPORT)
-    steps = {(m.rows, m.ranks, m.filtered, m.candidates, m.K): m.step for m in measured}
+    steps = {(m.rows, m.ranks, m.filters, m.K): m.step for m in measured}
     for step in steps.values():
         us = {m.exchange: m.us for m in measured if m.step == step}
         taken = us[choice_of(step, "h200")]
@@ -171,9 +171,8 @@ def test_nonnegative_fits():
             ranks=ranks,
             vocab_size=vocab,
             dtype=torch.bfloat16,
-            filtered=filtered,
+            filters=filters,
             us=1.0,
-            candidates=candidates,
             K=K,
             method="block" if K else None,
         )
@@ -181,7 +180,7 @@ def test_nonnegative_fits():
         for rows in (8, 64, 512, 4096)
         for ranks in (1, 2, 4)
         for vocab in (1000, 100_000)
-        for filtered, candidates in ((False, 0), (True, 0), (True, 64))
+        for filters in ("off", "on", "top-p")
         for K in (0, 7)
     ]
     exact = [with_us(case, machine.us(case.cost, case.ranks)) for case in cases]
@@ -275,8 +274,8 @@ def bucketed(mesh, name: str) -> list[tuple[str, int]]:
         state = SamplingState(mesh, vocab_size=1003, max_num_reqs=20, seed=0)
         for slot in range(20):
             state.add(slot, SamplingParams())
-        sharder = BatchSharder(state, owners="slot", buckets=[4, 8])
-        plans = [sharder.plan(slots) for slots in (range(4), range(12), range(0, 20, 2))]
+        sharder = BatchSharder(state, owners="slot", buckets=[5, 8])
+        plans = [sharder.plan(slots) for slots in (range(10), range(12), range(0, 20, 2))]
         for plan in plans:
             found = {each.exchange: each for each in plan.explain(torch.bfloat16).estimates}
             cost, taken = plan.cost(torch.bfloat16), found[plan.exchange.name]
@@ -289,9 +288,9 @@ def test_buckets(ranks, tmp_path):
     """Catches a choice by rows that a padded step does not have, and one that no bucket holds."""
     fast = table(tmp_path / "fast.json", all_to_all_us_per_mb=0.0, collective_us=0.0)
     for found in ranks.run(bucketed, fast):
-        assert found[:2] == [("batch", 8), ("batch", 16)]
+        assert found[:2] == [("batch", 10), ("batch", 16)]
         taken, rows = found[2]  # one owner has all ten rows: more than fit into eight
-        assert (taken != "batch", rows) == (True, 16)
+        assert (taken != "batch", rows) == (True, 10)
 
 
 def bound(mesh, name: str) -> list[object]:
@@ -576,9 +575,10 @@ def test_calibration(ranks):
     grid = {ranks.device_type: (1000, (8, 16), 2)}
     (measured, constants), *others = ranks.run(calibrated, grid)
     assert all(found == constants for _, found in others)
-    kinds = {(m.exchange, m.filtered, m.K) for m in measured}
+    kinds = {(m.exchange, m.filters, m.K) for m in measured}
     exchanges = EXCHANGES if ranks.size > 1 else ("batch",)
-    assert kinds == {(e, f, k) for e in exchanges for f, k in ((False, 0), (True, 0), (False, 7))}
+    steps = (("off", 0), ("on", 0), ("top-p", 0), ("off", 7))
+    assert kinds == {(exchange, *step) for exchange in exchanges for step in steps}
     assert all(m.us > 0 and m.ranks == ranks.size for m in measured)
     assert set(constants) == set(CONSTANTS)
     if ranks.size == 1:

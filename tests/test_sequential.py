@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_sample import BatchSharder, DraftSampler, RejectionSampler, SamplingParams, replicated
+from dtensor_sample.cost import cost_of_drafting, shape_of
 from dtensor_sample.log import say
 from tests.batches import shard_vocab
 from tests.drafting import H, Script, begun, draft, play, sampler_of, state_of
@@ -170,8 +171,13 @@ class Shapes(TorchDispatchMode):
         return made
 
 
-def watched(mesh, exchange: str, loop: str, full: bool, K: int) -> tuple[list[str], list]:
-    """Kinds of the collectives of one block of 7 requests, and shapes: the cache, and rows made."""
+def watched(
+    mesh, exchange: str, loop: str, full: bool, K: int
+) -> tuple[list[str], list, list[str]]:
+    """Kinds of the collectives of one block of 7 requests, and shapes: the cache, and rows made.
+
+    And the collectives that the cost model counts.
+    """
     script = Script(30, (7,), K=K, V=24)
     state, step = begun(mesh, script, exchange)
     drafter = sampler_of(mesh, script, state, loop, full_logits=full)
@@ -180,7 +186,10 @@ def watched(mesh, exchange: str, loop: str, full: bool, K: int) -> tuple[list[st
         draft(mesh, drafter, step, plan)
     kept = state.drafts.logits(exchange)
     assert kept is not None
-    return [KINDS_OF[name] for name, *_ in trace.calls], [list(kept.shape), *shapes.found]
+    shape = shape_of(exchange == "batch", state.axis.size, [1] * 7, plan.owners)
+    cost = cost_of_drafting(plan.exchange, shape, K, script.V, plan.filters, kept.dtype)
+    kinds = [KINDS_OF[name] for name, *_ in trace.calls]
+    return kinds, [list(kept.shape), *shapes.found], list(cost.collectives)
 
 
 @worlds("cpu:1", "cpu:2", "cpu:4", "cuda:2")
@@ -202,7 +211,9 @@ def test_collectives_and_memory(ranks, K):
         ("vocab", "auto", False, None, [slots * K, 1, columns], [7, columns]),
     ]
     for exchange, loop, full, collectives, cache, rows in cases:
-        for kinds, shapes in ranks.run(watched, exchange, loop, full, K):
+        for kinds, shapes, counted in ranks.run(watched, exchange, loop, full, K):
+            if collectives is None or "all_to_all" in collectives or exchange == "replicate":
+                assert counted == kinds
             if P == 1:
                 assert kinds == []
             elif collectives is None:

@@ -212,9 +212,7 @@ class SequentialDraftSampler:
                 "biases to whole rows"
             )
         state.needs_whole_rows = state.needs_whole_rows or reason
-        # What loops take is not predicted: so as suits a full state, whatever requests come.
-        suiting = state.settled_exchange or state.suiting()
-        state.expect_drafts("vocab" if self.head.sharded else suiting)
+        state.expect_drafts("vocab" if self.head.sharded else None, loop=True)
 
     @torch.no_grad()
     def __call__(
