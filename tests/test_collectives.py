@@ -173,16 +173,8 @@ def test_all_collectives(ranks):
                 for rows in (6, 8)  # a step's owners are padded to equal numbers of rows
             ]
         elif exchange == "vocab":  # lists of 64 values, and results
-            assert (
-                first
-                == [
-                    [
-                        ("all_gather_into_tensor", "torch.int64[6, 50]"),
-                        ("all_reduce", "torch.int64[6, 5]"),
-                    ]
-                ]
-                * 2
-            )
+            lists = ("all_gather_into_tensor", "torch.int64[6, 50]")
+            assert first == [[lists, ("all_reduce", "torch.int64[6, 5]")]] * 2
 
 
 def take_part_with_nothing(mesh) -> tuple[list[int], float]:

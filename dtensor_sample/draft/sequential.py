@@ -196,7 +196,7 @@ class SequentialDraftSampler:
         self._bind()
 
     def _bind(self) -> None:
-        """Settle where draft logits will lie."""
+        """Say what draft logits need of the exchange."""
         state, reason = self.state, None
         if self.target_D is not None:
             reason = "draft_to_target moves logits to other ranks' ids"
