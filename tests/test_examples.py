@@ -1009,7 +1009,8 @@ def test_json_and_compare(ranks: Ranks, small_path: Path, tmp_path: Path) -> Non
     assert figures["tokens"] == sum(map(len, expected))
     assert set(figures["step_ms"]) >= {"model", "exchange", "draw", "gather", "total"}
     assert figures["tokens_per_second"] > 0 < figures["wire_bytes"]
-    assert 0 < figures["logits_bytes"] <= figures["replicated_logits_bytes"]
+    moved = figures["exchange"] != "vocab"  # what "auto" took
+    assert moved <= figures["logits_bytes"] <= moved * figures["replicated_logits_bytes"]
     assert "[0] abc" in stderr
 
 

@@ -193,7 +193,7 @@ def _take_kernel(
     tl.store(taken_nans_ptr + to, tl.load(nans_ptr + row))
     part = tl.arange(0, ALL_PARTS)
     entry = mass_ptr + row * row_stride + (part // PARTS).to(tl.int64) * segment_stride
-    mass = tl.load(entry + part % PARTS, mask=(part < parts) & (index >= 0), other=0)
+    mass = tl.load(entry + part % PARTS, mask=part < tl.where(index >= 0, parts, 0), other=0)
     tl.store(taken_mass_ptr + to * parts + part, mass, mask=part < parts)
 
 
