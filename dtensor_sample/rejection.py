@@ -239,6 +239,8 @@ class RejectionSampler:
             draft_token_ids: [B, K] int64, the same on every rank; as nested lists, some may be
                 shorter. The first id outside the vocabulary (-1) ends a request's block as if it
                 had no more drafts, and so does the first whose draft logits were not kept.
+                Drawn drafts are to be given as they were drawn: with penalties, what a later one
+                was drawn from depends on them.
             one_hot: [B] on the host, whether each request's drafts were chosen rather than drawn.
                 By default those are drawn that `DraftSampler` drew since the last step.
             mask: what a grammar allows in each row.

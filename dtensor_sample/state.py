@@ -265,7 +265,7 @@ class SamplingState:
         return EXCHANGES if self.needs_whole_rows is None else WHOLE
 
     def expect_drafts(self, exchange: str | None = None, *, loop: bool = False) -> None:
-        """Let "auto" be an exchange that keeps 1/P of draft logits on each rank.
+        """Let "auto" be an exchange that keeps 1/P of draft logits on each rank, or one request's.
 
         Args:
             exchange: which, from now on; None: the fastest for drafts of about as many requests as

@@ -86,8 +86,9 @@ class DraftCache:
 
         `first_id_1`: the id of the first column here.
         """
-        kept = Weighed(Logits(self._views[exchange], first_id_1), *self._fields)
-        return kept.at(row_G)
+        logits = self.logits(exchange)
+        assert logits is not None  # plans of what is not kept are refused before
+        return Weighed(Logits(logits, first_id_1), *self._fields).at(row_G)
 
     def owners(self) -> dict[int, int]:
         """The rank that must verify each slot that it keeps drafts of, if one must."""
