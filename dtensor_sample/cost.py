@@ -20,8 +20,8 @@ from dtensor_sample.threshold import LEVELS
 INTEGER_BYTES = 8
 COLLECTIVES = ("all_to_all", "all_gather", "all_reduce")
 KERNELS = ("weigh", "filter", "nucleus", "histogram", "largest", "judge")
-MASS_COPIES, HISTOGRAM_COPIES = 2, 5
-"""Of a row's masses, P * 16 integers, or before them of its histogram: as many at a time."""
+HISTOGRAM_COPIES = 5
+"""Of a row's histogram, at a time."""
 ROW_BYTES, SEARCHED_ROW_BYTES = 400, 3300
 """All else that weighing a row takes, and what searching a whole one for a threshold adds: as
 measured on GPUs."""
@@ -301,7 +301,7 @@ def _settle(exchange: Exchange, integers: float) -> list[Op]:
 def _scratch(exchange: Exchange, rows: int, filters: Filters) -> int:
     """Bytes that weighing rows takes beside their logits, at most."""
     P, searched = exchange.axis.size, filters.top_k or filters.top_p
-    most = MASS_COPIES * P * PARTS * INTEGER_BYTES
+    most = P * PARTS * INTEGER_BYTES  # masses of all segments
     if searched and exchange.name == "vocab" and P > 1:
         if filters.candidates:  # where lists are made, or where all of them come together
             each = shortlist_integers(filters.candidates)
@@ -311,7 +311,7 @@ def _scratch(exchange: Exchange, rows: int, filters: Filters) -> int:
         most = max(most, HISTOGRAM_COPIES * BINS * INTEGER_BYTES)
     elif searched:
         most += SEARCHED_ROW_BYTES
-    return rows * (ROW_BYTES + most)
+    return rows * (ROW_BYTES + P * 2 * INTEGER_BYTES + most)  # and packed peaks
 
 
 def _all_gather(P: int, integers: float) -> list[Op]:

@@ -122,6 +122,11 @@ class Exchange(ABC):
         """Whether this rank has all columns of the rows that it samples."""
         return True
 
+    @property
+    def first_segment(self) -> int:
+        """Which of all segments is the first one here."""
+        return 0
+
     def ids(self, width: int, vocab_size: int) -> range:
         """The ids of the columns here of logits `width` wide with padding, which may be among them.
 
@@ -146,10 +151,6 @@ class Exchange(ABC):
     def segments(self, mine: Tensor) -> Tensor:
         """[R, S, ...] of this rank -> [R, all segments, ...] in vocabulary order."""
         return mine
-
-    def own_segments(self, every: Tensor) -> Tensor:
-        """The inverse of `segments`: this rank's S columns."""
-        return every
 
     def total(self, partial: Tensor) -> Tensor:
         """Sums over this rank's segments -> sums over all segments."""
@@ -202,6 +203,10 @@ class VocabExchange(Exchange):
     def whole(self) -> bool:
         return self.axis.size == 1
 
+    @property
+    def first_segment(self) -> int:
+        return self.axis.rank
+
     def ids(self, width: int, vocab_size: int) -> range:
         columns = -(-width // self.axis.size)
         return range(self.axis.rank * columns, (self.axis.rank + 1) * columns)
@@ -218,9 +223,6 @@ class VocabExchange(Exchange):
 
     def segments(self, mine: Tensor) -> Tensor:
         return self.axis.all_gather(mine[:, 0]).movedim(0, 1)
-
-    def own_segments(self, every: Tensor) -> Tensor:
-        return every[:, self.axis.rank, None]
 
     def total(self, partial: Tensor) -> Tensor:
         return self.axis.all_reduce(partial, "sum")
@@ -256,7 +258,7 @@ def _padded(local_Tv: Tensor, width: int) -> Tensor:
 
 def _segmented(by_rank_PRv: Tensor) -> Logits:
     ranks, _, width = by_rank_PRv.shape
-    first_id_S = torch.arange(ranks, device=by_rank_PRv.device) * width
+    first_id_S = torch.arange(0, ranks * width, width, device=by_rank_PRv.device)
     return Logits(by_rank_PRv.transpose(0, 1), first_id_S)
 
 

@@ -100,10 +100,10 @@ def sample(
         position_T = pad(position_T, (0, short))
     placed = chosen.place(local_Tv, rows_P, layout.width)
     table_R6, position_R = (chosen.own_rows(x, rows_P) for x in (table_T6, position_T))
-    *columns, position_R = ops.row_params(table_R6, None, position_R, None, None)
-    row_params = RowParams(*columns)
-    uniform_R = ops.uniform(row_params.seed, position_R, torch.zeros_like(position_R), TARGET)
-    drawn_R5, _ = draw(placed, row_params, uniform_R, batched.filters, chosen, layout.vocab_size)
+    taken = ops.row_params(table_R6, None, position_R, None, None, TARGET, 0)
+    *columns, _, uniform_R = taken
+    of_rows = RowParams(*columns), uniform_R, batched.filters
+    drawn_R5, _ = draw(placed, *of_rows, chosen, layout.vocab_size)
     return chosen.settle(drawn_R5, rows_P)[:rows, 0].view(layout.lead)
 
 

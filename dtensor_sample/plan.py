@@ -280,16 +280,27 @@ class ShardPlan:
         batch, me = self.exchange.name == "batch", self.state.axis.rank
         return [not batch or owner == me for owner in self.owners]
 
-    def row_params(self) -> tuple[RowParams, Tensor]:
-        """The parameters of each local row, and [R] int64 the position of the token it emits."""
+    def row_params(
+        self, stream: int | None = None, step: int = 0
+    ) -> tuple[RowParams, Tensor, Tensor]:
+        """What the R rows here take from their requests.
+
+        Args:
+            stream: of the uniform numbers, see `ops.uniform`; None: none are wanted.
+            step: place within a block of drafts, as those count it.
+
+        Returns:
+            Parameters, [R] int64 the position of the token that each row emits, and [R] int64
+            uniform numbers.
+        """
         position_X, place_R = self.positions, self.row_requests
         if position_X is None:
             position_X, place_R = self.state.positions, self.row_slots
         table = self.state.params_table
-        *params, position_R = ops.row_params(
-            table, self.row_slots, position_X, place_R, self.row_offsets
+        *params, position_R, uniform_R = ops.row_params(
+            table, self.row_slots, position_X, place_R, self.row_offsets, stream, step
         )
-        return RowParams(*params), position_R
+        return RowParams(*params), position_R, uniform_R
 
     def select(self, hidden: Tensor) -> Tensor:
         """The hidden rows that need logits, in the order in which the exchange wants them.
@@ -453,10 +464,15 @@ class ShardPlan:
         return self._settled(result_QW)[self.gathered_src_indices]
 
     def deliver(self, result_QW: Tensor) -> SamplerOutput:
-        """What `draw` or `verify` yield for the requests here -> the output of the step."""
-        tokens = self.state.num_speculative_tokens + 1
+        """What `draw` or `verify` yield for the requests here -> the output of the step.
+
+        Positions of the state advance by num_sampled, unless they were given.
+        """
+        tokens, src_B = self.state.num_speculative_tokens + 1, self.gathered_src_indices
         settled_TW = self._settled(result_QW)
-        return SamplerOutput(*ops.deliver(settled_TW, self.gathered_src_indices, tokens))
+        moving = self.state.padded_positions if self.positions is None else None
+        fields = ops.deliver(settled_TW, src_B, tokens, self.batch_slots, moving)
+        return SamplerOutput(*fields)
 
     def _settled(self, result_QW: Tensor) -> Tensor:
         """Results of the requests of all ranks, in the order of their owners."""
@@ -464,10 +480,8 @@ class ShardPlan:
         return self.exchange.settle(result_QW[:capacity], [capacity] * self.state.axis.size)
 
     def finish(self, output: SamplerOutput) -> None:
-        """Note what was emitted: it counts; positions advance, unless given; drafts are used."""
+        """Note what was emitted: it counts, and drafts are used."""
         self.state.slot_edits.emit(self, output.token_ids, output.num_sampled)
-        if self.positions is None:
-            self.state.padded_positions.index_add_(0, self.batch_slots, output.num_sampled)
         self.state.on_host(self, forget_drafts)
 
     def cost(

@@ -412,7 +412,7 @@ def process(
     rows = rows._replace(edits=edits if index_G is None else edits.at(index_G))
     if not state.processors:
         return rows
-    _, position_R = plan.row_params()
+    _, position_R, _ = plan.row_params()
     position_R = position_R - plan.row_offsets + count_R
     of_row = (plan.row_slots, position_R, drafts_RK)
     slots, positions, drafts = of_row if index_G is None else (x[index_G] for x in of_row)

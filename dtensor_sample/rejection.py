@@ -170,8 +170,7 @@ def _judge(
     spare_QPC = refused.spare(where, V) if spare_GPC is None else spare_GPC[place_Q]
     recover_Q = refused_Q & (spare_QPC.sum((1, 2)) > 0)
     drawn_Q = p.at(end_Q, ~(recover_Q | greedy_Q)).pick(uniform_Q, where, V)
-    start_QPC, point_Q = ops.aim(spare_QPC, uniform_Q)
-    recovered_Q = ops.residual_pick(*refused.args, where.own_segments(start_QPC), point_Q, V)
+    recovered_Q = ops.residual_pick(*refused.args, spare_QPC, where.first_segment, uniform_Q, V)
     return accepted_Q, torch.where(recover_Q, recovered_Q, drawn_Q)
 
 
@@ -294,7 +293,7 @@ class RejectionSampler:
         result_QW, row = run(
             target,
             drafts,
-            *plan.row_params(),
+            *plan.row_params()[:2],
             filters,
             plan.exchange,
             state.vocab_size,

@@ -23,12 +23,13 @@ def draw(
     """Draw a token from each row.
 
     Returns:
-        [R, 5] int64, as `ops.outcome` returns it, the token -1 also if it lies on another rank; and
+        [R, 5] int64, as `ops.draw` returns it, the token -1 also if it lies on another rank; and
         what it was drawn from.
     """
     row = weigh(logits, params, filters, where, V)
-    picked_R = row.pick(uniform_R, where, V) if filters.drawn else row.argmax_R
-    drawn_R5: Tensor = ops.outcome(picked_R, row.argmax_R, row.nans_R, params.greedy)
+    drawn = (row.mass_RPC, where.first_segment, uniform_R)
+    told = (row.argmax_R, row.nans_R, params.greedy)
+    drawn_R5: Tensor = ops.draw(*row.args, *drawn, *told, V)
     return drawn_R5, row
 
 
@@ -104,8 +105,7 @@ class Sampler:
         filters = plan.filters
         if self.compiled:
             filters = filters.coarse(plan.exchange.whole)
-        params, position_R = plan.row_params()
-        uniform_R = ops.uniform(params.seed, position_R, plan.row_offsets, TARGET)  # these are 0
+        params, _, uniform_R = plan.row_params(TARGET)
         run = self._draw if plan.slots else draw  # no rows: nothing worth compiling
         return run(rows, params, uniform_R, filters, plan.exchange, self.state.vocab_size)
 

@@ -51,8 +51,8 @@ class Weighed(NamedTuple):
 
     def pick(self, uniform_R: Tensor, where: Exchange, vocab_size: int) -> Tensor:
         """[R] int64: the token that each uniform number points at; -1 if it is not here."""
-        start_RPC, point_R = ops.aim(self.mass_RPC, uniform_R)
-        picked_R: Tensor = ops.pick(*self.args, where.own_segments(start_RPC), point_R, vocab_size)
+        drawn = (self.mass_RPC, where.first_segment, uniform_R)
+        picked_R: Tensor = ops.pick(*self.args, *drawn, vocab_size)
         return picked_R
 
     def read(self, ids_RI: Tensor, where: Exchange, vocab_size: int) -> Tensor:

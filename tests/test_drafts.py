@@ -236,8 +236,8 @@ def test_filters_hold_for_every_row(ranks, method):
 
 
 FEW_NUMBERS = (
-    "row_params", "join_peaks", "uniform", "take", "outcome", "deliver", "aim",
-    "arrange", "usable", "odds", "chain", "accept", "emit", "store",
+    "row_params", "join_peaks", "uniform", "take", "deliver", "arrange",
+     "usable", "odds", "chain", "accept", "emit", "store",
 )  # fmt: skip
 """Ops that read no logits."""
 

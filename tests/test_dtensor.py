@@ -96,26 +96,29 @@ def ops_on_dtensors(mesh, dtype: torch.dtype) -> list[str]:
     floor = peak - torch.rand(rows, generator=generator).to(device) * 3
     scale = torch.full((rows,), 1.7, device=device)
     mass = ops.mass(x, first, None, (), peak, floor, scale, vocab_size)
-    start, point = ops.aim(mass, torch.full((rows,), 1 << 61, device=device))
+    uniform = torch.full((rows,), 1 << 61, device=device)
     prefix = torch.zeros(rows, dtype=torch.int64, device=device)
+    row = (x, first, None, (), peak, floor, scale)
+    told = (prefix, prefix, prefix > 0)
     arguments: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "peak": (ops.peak, (x, first, None, (), vocab_size)),
-        "mass": (ops.mass, (x, first, None, (), peak, floor, scale, vocab_size)),
-        "pick": (ops.pick, (x, first, None, (), peak, floor, scale, start, point, vocab_size)),
+        "mass": (ops.mass, (*row, vocab_size)),
+        "pick": (ops.pick, (*row, mass, 0, uniform, vocab_size)),
+        "draw": (ops.draw, (*row, mass, 0, uniform, *told, vocab_size)),
         "histogram": (
             ops.histogram,
-            (x, first, None, (), peak, floor, scale, prefix, vocab_size, 0, True),
+            (*row, prefix, vocab_size, 0, True),
         ),
         "count": (
             ops.histogram,
-            (x, first, None, (), peak, floor, scale, prefix, vocab_size, 0, False),
+            (*row, prefix, vocab_size, 0, False),
         ),
     }
 
     def spread(value, layout: str):
         if not isinstance(value, torch.Tensor):
             return value
-        by_segment = value is first or value is x or value is start
+        by_segment = value is first or value is x
         placement: Placement = Replicate()
         if layout == "rows" and value is not first:
             placement = Shard(0)
@@ -128,7 +131,10 @@ def ops_on_dtensors(mesh, dtype: torch.dtype) -> list[str]:
     for name, (op, args) in arguments.items():
         wanted = op(*args)
         for layout in ("rows", "segments", "replicas"):
-            got = op(*(spread(arg, layout) for arg in args)).full_tensor()
+            spread_args = [spread(arg, layout) for arg in args]
+            if name in ("pick", "draw") and layout == "segments":
+                spread_args[8] = mesh.get_local_rank()  # which segment is the first one here
+            got = op(*spread_args).full_tensor()
             if not torch.equal(got, wanted):
                 wrong.append(f"{name} by {layout}")
     return wrong

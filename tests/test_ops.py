@@ -30,7 +30,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
     row = (x_NSv, torch.arange(3) * 4, rows_R, list(edits), peak_R, peak_R - 9, torch.ones(4))
     draft = (x_NSv, zero_R - 1, list(edits), peak_R, peak_R, peak_R, zero_R)
     residual = (*row, zero_R + (1 << 50), zero_R + ops.ONE, *draft, zero_R)
-    start_RSC = torch.zeros(4, 3, ops.PARTS, dtype=torch.int64)
+    drawn = (torch.ones(3, 4, ops.PARTS, dtype=torch.int64).transpose(0, 1), 0, zero_R + 5)
     shape = (torch.ones(4), peak_R - 9, zero_R + 3, zero_R + (1 << 30))
     ones_QK = torch.ones(4, 2, dtype=torch.int64)
     # Four requests, of two drafts, of one and of none; drafts of the last are not listed.
@@ -54,17 +54,22 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "sift": (torch.zeros(4, 3, 15, dtype=torch.int64), *row[4:], *shape[2:], V),
         "mass": (*row, V),
         "weigh": (*row[:4], *shape, True, True, True, V),
-        "aim": (start_RSC.movedim(0, 1).contiguous().movedim(1, 0), zero_R + 5),
-        "deliver": (zero_R[:, None].expand(-1, 6).contiguous(), rows_R.clamp(min=0), 3),
-        "outcome": (zero_R, zero_R, zero_R, zero_R == 0),
-        "pick": (*row, start_RSC, zero_R, V),
+        "deliver": (
+            *(zero_R[:, None].expand(-1, 6).contiguous(), rows_R.clamp(min=0), 3),
+            *(rows_R.clamp(min=0), zero_R.clone()),
+        ),
+        "pick": (*row, *drawn, V),
+        "draw": (*row, *drawn, zero_R, zero_R, zero_R == 0, V),
         "log_probability": (torch.zeros(4, 2), peak_R, torch.ones(4), zero_R + 7, V),
         "entropy": (zero_R + 7, zero_R + 3, V),
         "read": (*row[:4], torch.arange(8).view(4, 2), V),
         "tally": (*row, peak_R, V, True),
         "top": (*row[:4], V, 5),
         "lookup": (*row, zero_R, V),
-        "row_params": (torch.ones(5, 6, dtype=torch.int64), zero_R + 4, zero_R, zero_R, zero_R),
+        "row_params": (
+            *(torch.ones(5, 6, dtype=torch.int64), zero_R + 4, zero_R, zero_R, zero_R),
+            *(0, 2),
+        ),
         "uniform": (zero_R, zero_R, zero_R, 0),
         "arrange": (zero_R, torch.zeros(5, dtype=torch.int64), *[zero_R] * 2, None, ones_QK, 3),
         "usable": (zero_R, zero_R > 0, *grid, 6, V),
@@ -75,7 +80,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
         ),
         "emit": (*[zero_R] * 5, zero_R > 0, *grid[:3]),
         "residual_mass": (*residual, V),
-        "residual_pick": (*residual, start_RSC, zero_R, V),
+        "residual_pick": (*residual, *drawn, V),
         "copy": (*row[:4], V),
         "markov": (
             x_NSv,

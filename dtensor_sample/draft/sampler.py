@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dtensor_sample import check, ops
+from dtensor_sample import check
 from dtensor_sample.params import filters_of
 from dtensor_sample.plan import ShardPlan, check_plan
 from dtensor_sample.process import process
@@ -68,11 +68,10 @@ class DraftSampler:
         step_R = torch.full_like(plan.row_slots, step)
         width, drafts_BK = draft_logits.shape[-1], state.slot_edits.drafted(plan)
         edited = process(rows, plan, width, drafts_BK=drafts_BK, count_R=step_R)
-        (params, position_R), filters = plan.row_params(), plan.filters
+        (params, _, uniform_R), filters = plan.row_params(DRAFT, step), plan.filters
         if self.greedy:
             params = params._replace(greedy=torch.ones_like(params.greedy))
             filters = filters_of([])
-        uniform_R = ops.uniform(params.seed, position_R, step_R, DRAFT)
         drawn_R5, row = draw(edited, params, uniform_R, filters, plan.exchange, state.vocab_size)
         if filters.drawn:
             first_R = plan.row_draft_rows

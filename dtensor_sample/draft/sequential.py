@@ -290,7 +290,7 @@ class SequentialDraftSampler:
         What they are drawn from is kept as under the exchange `keeping`.
         """
         state, where, K, V = self.state, plan.exchange, self.K, self.state.vocab_size
-        Q, (params, position_Q), filters = before_Q.shape[0], plan.row_params(), plan.filters
+        Q, (params, position_Q, _), filters = before_Q.shape[0], plan.row_params(), plan.filters
         base_QKSv = rows.x_NSv.unflatten(0, (Q, K))
         floor_KQ = self._floors(rows, plan)
         right, W = self.head.right, V

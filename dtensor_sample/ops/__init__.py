@@ -1,8 +1,8 @@
 """Custom ops: the arithmetic that decides, opaque to tracing; what reads logits takes DTensors."""
 
-from dtensor_sample.ops.aim import aim
 from dtensor_sample.ops.confidence import confidence, units
 from dtensor_sample.ops.copy import copy
+from dtensor_sample.ops.deliver import OUTCOME_COLUMNS, deliver
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
 from dtensor_sample.ops.judge import accept, arrange, chain, emit, odds, usable
 from dtensor_sample.ops.largest import fraction, shortlist, shortlist_integers, sift
@@ -10,10 +10,9 @@ from dtensor_sample.ops.logarithm import entropy, log_probability
 from dtensor_sample.ops.lookup import lookup
 from dtensor_sample.ops.markov import markov, quantized
 from dtensor_sample.ops.mass import mass
-from dtensor_sample.ops.outcome import OUTCOME_COLUMNS, deliver, outcome
 from dtensor_sample.ops.parts import PARTS
 from dtensor_sample.ops.peak import join_peaks, peak
-from dtensor_sample.ops.pick import pick
+from dtensor_sample.ops.pick import draw, pick
 from dtensor_sample.ops.read import read, unpack_read
 from dtensor_sample.ops.residual import ONE, residual_mass, residual_pick
 from dtensor_sample.ops.row_params import row_params
@@ -31,12 +30,12 @@ __all__ = [
     "OUTCOME_COLUMNS",
     "PARTS",
     "accept",
-    "aim",
     "arrange",
     "chain",
     "confidence",
     "copy",
     "deliver",
+    "draw",
     "emit",
     "entropy",
     "fraction",
@@ -48,7 +47,6 @@ __all__ = [
     "markov",
     "mass",
     "odds",
-    "outcome",
     "peak",
     "pick",
     "quantized",

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dtensor_sample.random import scaled
+
 PARTS = 16
 """Parts of each segment: 8080 logits each for a vocabulary of 129280 on one rank."""
 ALIGNMENT = 16
@@ -27,6 +29,30 @@ def part_sums(amount_RSv: Tensor) -> Tensor:
     missing = PARTS * part_width(width) - width
     sum_RSC: Tensor = pad(amount_RSv, (0, missing)).unflatten(2, (PARTS, -1)).sum(3)
     return sum_RSC
+
+
+def aim(
+    sum_RPC: Tensor, first_segment: int, segments: int, uniform_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """From uniform numbers to points in rows' running sums, and where the parts here begin in them.
+
+    Args:
+        sum_RPC: [R, P, PARTS] int64, sums of all parts in vocabulary order; a row's total is at
+            most 2**62.
+        first_segment: which of the P segments is the first one here.
+        segments: S, how many are here.
+        uniform_R: [R] int64 in [0, 2**62).
+
+    Returns:
+        [R, S, PARTS] int64, the sum of everything before each part here; and [R] int64, the point:
+        floor(uniform * total / 2**62), below the total unless that is 0.
+
+    Example: parts that sum to [4, 0, 2] start at [0, 4, 4], and a uniform of 2**61 points at 3.
+    """
+    flat_RG = sum_RPC.flatten(1)
+    start_RPC = (flat_RG.cumsum(1) - flat_RG).view(sum_RPC.shape)
+    here_RSC = start_RPC[:, first_segment : first_segment + segments]
+    return here_RSC, scaled(uniform_R, flat_RG.sum(1))
 
 
 def part_of(start_RSC: Tensor, point_R: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Inverse CDF: the token at which the running sum of weights passes a point."""
+"""Inverse CDF: the token at which the running sum of weights passes a point, and what it means."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dtensor_sample.ops.define import define
-from dtensor_sample.ops.parts import first_beyond, part_of
+from dtensor_sample.ops.parts import aim, first_beyond, part_of
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import count_rows, values_at, weights
 
@@ -20,24 +20,30 @@ def pick(
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
-    start_RSC: Tensor,
-    point_R: Tensor,
+    mass_RPC: Tensor,
+    first_segment: int,
+    uniform_R: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    """The lowest id whose running sum of weights, in id order over the whole row, exceeds `point`.
+    """The token that a uniform number points at: inverse CDF over a whole row.
+
+    It is the lowest id whose running sum of weights, in id order, exceeds uniform * total / 2**62.
 
     Args:
         x_NSv, first_id_S, rows_R, edits, vocab_size: see `values`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
-        start_RSC: [R, S, PARTS] int64, the mass of everything before each part, see `aim`.
-        point_R: [R] int64, 0 <= point < the row's mass.
+        mass_RPC: [R, P, PARTS] int64, the mass of every part of the vocabulary, see `mass`.
+        first_segment: which of its P segments is the first one here; a rank's own.
+        uniform_R: [R] int64 in [0, 2**62).
 
     Returns:
-        [R] int64: the id, or -1 where no segment here holds the point.
+        [R] int64: the id, or -1 where no segment here holds it, or the row has no token.
 
-    Example: weights [4, 0, 2] and point 4 give id 2; point 3 gives id 0.
+    Example: of weights [4, 0, 2], a uniform of 2**61 takes id 0, and one of 3 * 2**60 id 2.
     """
-    at = part_of(start_RSC, point_R, x_NSv.shape[2])
+    _, S, v = x_NSv.shape
+    start_RSC, point_R = aim(mass_RPC, first_segment, S, uniform_R)
+    at = part_of(start_RSC, point_R, v)
     value_R1W, id_R1W = values_at(x_NSv, first_id_S, rows_R, edits, *at, vocab_size)
     weight_R1W = weights(value_R1W, peak_R, floor_R, scale_R, vocab_size)
     return first_beyond(weight_R1W[:, 0], start_RSC, point_R, id_R1W[:, 0])
@@ -52,15 +58,76 @@ def _(
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
-    start_RSC: Tensor,
-    point_R: Tensor,
+    mass_RPC: Tensor,
+    first_segment: int,
+    uniform_R: Tensor,
     vocab_size: int,
 ) -> Tensor:
     return x_NSv.new_empty(count_rows(x_NSv, rows_R), dtype=torch.int64)
 
 
-shard_like(
-    torch.ops.dtensor_sample.pick.default,
-    "row_max",
-    "logits segment - - row row row row_segment row -",
-)
+@define("draw")
+def draw(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    edits: Sequence[Tensor],
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    mass_RPC: Tensor,
+    first_segment: int,
+    uniform_R: Tensor,
+    argmax_R: Tensor,
+    nans_R: Tensor,
+    greedy_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    """What each row's draw comes to, see `SamplerOutput`.
+
+    Args:
+        x_NSv to uniform_R, vocab_size: see `pick`; masses without parts, [R, P, 0], if no row is to
+            be drawn, but all take their largest value.
+        argmax_R: [R] int64, the lowest id of the largest value; -1 where a row has no token.
+        nans_R: [R] int64, NaN logits.
+        greedy_R: [R] bool, rows that take the largest value.
+
+    Returns:
+        [R, 5] int64: the token (-1 also where no segment here holds it), how many were sampled (0
+        where none was left, else 1) and rejected (0), the NaN logits, and 1 where no token was
+        left.
+    """
+    token_R = argmax_R
+    if mass_RPC.shape[2] > 0:
+        row = (x_NSv, first_id_S, rows_R, edits, peak_R, floor_R, scale_R)
+        picked_R: Tensor = pick(*row, mass_RPC, first_segment, uniform_R, vocab_size)
+        token_R = torch.where(greedy_R, argmax_R, picked_R)
+    failed_R = (argmax_R < 0).to(torch.int64)
+    return torch.stack([token_R, 1 - failed_R, torch.zeros_like(nans_R), nans_R, failed_R], 1)
+
+
+@draw.register_fake
+def _(
+    x_NSv: Tensor,
+    first_id_S: Tensor,
+    rows_R: Tensor | None,
+    edits: Sequence[Tensor],
+    peak_R: Tensor,
+    floor_R: Tensor,
+    scale_R: Tensor,
+    mass_RPC: Tensor,
+    first_segment: int,
+    uniform_R: Tensor,
+    argmax_R: Tensor,
+    nans_R: Tensor,
+    greedy_R: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    return argmax_R.new_empty((argmax_R.shape[0], 5))
+
+
+for _op, _more in (
+    (torch.ops.dtensor_sample.pick.default, ""),
+    (torch.ops.dtensor_sample.draw.default, "row row row "),
+):
+    shard_like(_op, "row_max", f"logits segment - - row row row row - row {_more}-")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dtensor_sample.ops.define import define
-from dtensor_sample.ops.parts import PARTS, first_beyond, part_of, part_sums
+from dtensor_sample.ops.parts import PARTS, aim, first_beyond, part_of, part_sums
 from dtensor_sample.ops.sharding import shard_like
 from dtensor_sample.ops.values import count_rows, token_ids, values, values_at, weights
 
@@ -127,21 +127,23 @@ def residual_pick(
     draft_scale_R: Tensor,
     draft_total_R: Tensor,
     one_hot_R: Tensor,
-    start_RSC: Tensor,
-    point_R: Tensor,
+    spare_RPC: Tensor,
+    first_segment: int,
+    uniform_R: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    """The lowest id at which the running sum of residuals, in id order, exceeds `point`.
+    """The token that a uniform number points at in the running sum of residuals, in id order.
 
     Args:
         x_NSv to one_hot_R, vocab_size: see `residual_mass`.
-        start_RSC: [R, S, PARTS] int64, the residual of everything before each part, see `aim`.
-        point_R: [R] int64, 0 <= point < the row's residual.
+        spare_RPC: [R, P, PARTS] int64, the residual of every part of the vocabulary.
+        first_segment, uniform_R: see `pick`.
 
     Returns:
-        [R] int64: the id, or -1 where no segment here holds the point.
+        [R] int64: the id, or -1 where no segment here holds it, or nothing is left.
     """
-    width = x_NSv.shape[2]
+    _, segments, width = x_NSv.shape
+    start_RSC, point_R = aim(spare_RPC, first_segment, segments, uniform_R)
     segment_RW, column_RW = part_of(start_RSC, point_R, width)
     at = (segment_RW, column_RW, vocab_size)
     value_R1W, id_R1W = values_at(x_NSv, first_id_S, rows_R, edits, *at)
@@ -173,8 +175,9 @@ def _(
     draft_scale_R: Tensor,
     draft_total_R: Tensor,
     one_hot_R: Tensor,
-    start_RSC: Tensor,
-    point_R: Tensor,
+    spare_RPC: Tensor,
+    first_segment: int,
+    uniform_R: Tensor,
     vocab_size: int,
 ) -> Tensor:
     return x_NSv.new_empty(count_rows(x_NSv, rows_R), dtype=torch.int64)
@@ -202,7 +205,7 @@ def _residuals(p_RSv: Tensor, q_RSv: Tensor, hot_RSv: Tensor) -> Tensor:
 
 for _op, _out, _more in (
     (torch.ops.dtensor_sample.residual_mass.default, "row_segment", ""),
-    (torch.ops.dtensor_sample.residual_pick.default, "row_max", "row_segment row "),
+    (torch.ops.dtensor_sample.residual_pick.default, "row_max", "row - row "),
 ):
     _target, _draft = "logits segment - - row row row row row", "logits row - row row row row row"
     shard_like(_op, _out, f"{_target} {_draft} {_more}-")

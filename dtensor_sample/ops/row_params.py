@@ -1,4 +1,4 @@
-"""What each row takes from its request: sampling parameters, and the position of its token."""
+"""What each row takes from its request: sampling parameters, position and uniform number."""
 
 import torch
 from torch import Tensor
@@ -6,6 +6,7 @@ from torch import Tensor
 from dtensor_sample.ops.define import define
 from dtensor_sample.ops.largest import TOP_P_ONE
 from dtensor_sample.ops.sharding import shard_like
+from dtensor_sample.ops.uniform import uniform
 
 
 @define("row_params")
@@ -15,8 +16,10 @@ def row_params(
     position_X: Tensor,
     place_R: Tensor | None,
     offset_R: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows of a packed table, and of positions.
+    stream: int | None,
+    step: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows of a packed table and of positions, and the uniform numbers of their tokens.
 
     Args:
         table_M6: [M, 6] int64, see `unpack`.
@@ -24,16 +27,21 @@ def row_params(
         position_X: [X] int64.
         place_R: [R] int64, the entry of `position_X` of each; None: all X = R in order.
         offset_R: [R] int64, added to the position; None: 0.
+        stream: see `uniform`; None: no numbers are wanted.
+        step: place within a block of drafts, as `uniform` counts it.
 
     Returns:
-        What `unpack` returns, and [R] int64 positions.
+        What `unpack` returns, [R] int64 positions, and [R] int64 uniform numbers, or [0].
     """
     position_R = position_X.clone() if place_R is None else position_X[place_R]
     if offset_R is not None:
         position_R += offset_R
     table_R6 = table_M6 if row_R is None else table_M6[row_R]
     scale_R, min_p_R, top_k_R, top_p_R, seed_R, greedy_R = unpack(table_R6)
-    return scale_R, min_p_R, top_k_R, top_p_R, seed_R.clone(), greedy_R, position_R
+    uniform_R = seed_R.new_empty(0)
+    if stream is not None:
+        uniform_R = uniform(seed_R, position_R, torch.full_like(seed_R, step), stream)
+    return scale_R, min_p_R, top_k_R, top_p_R, seed_R.clone(), greedy_R, position_R, uniform_R
 
 
 @row_params.register_fake
@@ -43,11 +51,15 @@ def _(
     position_X: Tensor,
     place_R: Tensor | None,
     offset_R: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    stream: int | None,
+    step: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     R = table_M6.shape[0] if row_R is None else row_R.shape[0]
     scale, min_p = (table_M6.new_empty(R, dtype=torch.float32) for _ in range(2))
     top_k, top_p, seed, position = (table_M6.new_empty(R) for _ in range(4))
-    return scale, min_p, top_k, top_p, seed, table_M6.new_empty(R, dtype=torch.bool), position
+    greedy = table_M6.new_empty(R, dtype=torch.bool)
+    drawn = table_M6.new_empty(0 if stream is None else R)
+    return scale, min_p, top_k, top_p, seed, greedy, position, drawn
 
 
 def unpack(table_R6: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -70,6 +82,6 @@ def unpack(table_R6: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Te
 
 shard_like(
     torch.ops.dtensor_sample.row_params.default,
-    "row row row row row row row",
-    "row - row - -",
+    "row row row row row row row row",
+    "row - row - - - -",
 )

@@ -13,7 +13,6 @@ import torch
 
 _MODULES = {
     "accept": "judge",
-    "aim": "pick",
     "arrange": "judge",
     "chain": "judge",
     "confidence": "confidence",
@@ -25,7 +24,7 @@ _MODULES = {
     "mass": "passes",
     "odds": "judge",
     "deliver": "rows",
-    "outcome": "rows",
+    "draw": "pick",
     "peak": "passes",
     "pick": "pick",
     "residual_mass": "residual",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtensor_sample.ops.kernels.edits import NO_EDITS, edit_arguments, fetch
 from dtensor_sample.ops.kernels.launch import kernel
-from dtensor_sample.ops.kernels.passes import item_parts, item_place
+from dtensor_sample.ops.kernels.passes import chunked, in_chunks, item_parts, item_place
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
     add_truncated,
@@ -142,29 +142,32 @@ def _surplus(p, q):
 
 @triton.jit
 def _quick_sums(
-    p, q, column, width,
+    p, q, begin, part_columns, count,
     DRAFTED: tl.constexpr, KEEP: tl.constexpr, UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr,
-    unit_bits, LANES: tl.constexpr,
+    unit_bits, G: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The int64 sums of residuals over every LANES-th of `width` columns, where none needs care.
+    """[G, LANES] int64: sums of residuals over every LANES-th column, where none needs care.
 
     Args:
         p, q: of the target and of the draft a pointer to column 0, the stride between columns, and
             peak, limits, scale and factor, see `draft_row`.
-        column: the first of each.
+        begin, part_columns, count: of the item, whose columns are `in_chunks`.
         DRAFTED: whether there are draft logits beside all of them; or else beside none.
         KEEP: see `weight`.
     """
-    total = tl.full(column.shape, _WHOLE, tl.float64)
-    full = width // LANES * LANES
+    lane = tl.arange(0, LANES)[None, :]
+    column = (begin + tl.arange(0, G))[:, None] * part_columns + lane
+    total = tl.full([G, LANES], _WHOLE, tl.float64)
+    full = chunked(begin + G - 1, part_columns, count) // LANES * LANES
     for step in range(0, full, LANES):
         total = _add_surplus(
             total, p, q, column + step, None, DRAFTED, KEEP, UNIT, DRAFT_UNIT, unit_bits
         )
-    if full < width:
-        present = tl.arange(0, LANES)[None, :] + full < width
+    left = chunked(begin + tl.arange(0, G)[:, None], part_columns, count)
+    for step in range(full, chunked(begin, part_columns, count), LANES):
+        present = lane + step < left
         total = _add_surplus(
-            total, p, q, column + full, present, DRAFTED, KEEP, UNIT, DRAFT_UNIT, unit_bits
+            total, p, q, column + step, present, DRAFTED, KEEP, UNIT, DRAFT_UNIT, unit_bits
         )
     return (total - _WHOLE).to(tl.int64) << _SHIFT
 
@@ -263,9 +266,9 @@ def _residual_mass_kernel(
     # Quickly where nothing needs care.
     alone, drafted = False, False
     if EXACT and edits[0] is None and draft_edits[0] is None:
-        end = (begin + G) * part_columns
-        quick = (end <= count) & ((hot < begin * part_columns) | (hot >= end))
-        quick = quick & is_tame(peak, scale, TOP)
+        end = tl.minimum((begin + G) * part_columns, count)
+        quick = (hot < begin * part_columns) | (hot >= end)
+        quick = quick & in_chunks(begin, part_columns, count, G) & is_tame(peak, scale, TOP)
         alone = quick & (left == 0)
         drafted = quick & (left >= end) & is_tame(draft_peak, draft_scale, DRAFT_TOP)
     p = (x, stride_v, peak, least, lowest, scale, factor)
@@ -275,17 +278,19 @@ def _residual_mass_kernel(
     )  # fmt: skip
     if alone:
         total = _quick_sums(
-            p, q, column, part_columns, False, "least", UNIT, DRAFT_UNIT, unit_bits, LANES
+            p, q, begin, part_columns, count, False, "least", UNIT, DRAFT_UNIT, unit_bits, G, LANES
         )
     elif drafted:
         if (least <= peak + lowest) & (draft_least <= draft_peak + draft_lowest):
             total = _quick_sums(
-                p, q, column, part_columns, True, "any", UNIT, DRAFT_UNIT, unit_bits, LANES
-            )
+                p, q, begin, part_columns, count, True, "any", UNIT, DRAFT_UNIT, unit_bits,
+                G, LANES,
+            )  # fmt: skip
         else:
             total = _quick_sums(
-                p, q, column, part_columns, True, "least", UNIT, DRAFT_UNIT, unit_bits, LANES
-            )
+                p, q, begin, part_columns, count, True, "least", UNIT, DRAFT_UNIT, unit_bits,
+                G, LANES,
+            )  # fmt: skip
     else:
         for step in range(0, tl.where(begin * part_columns < count, part_columns, 0), LANES):
             wanted = (lane + step < part_columns) & (column + step < count)

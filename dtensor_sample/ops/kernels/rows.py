@@ -1,14 +1,14 @@
-"""A few numbers a row: of its request, uniform integers, peaks, what it reports, and copies."""
+"""A few numbers a row: of its request, uniform integers, peaks, copies, and what is delivered."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.deliver import OUTCOME_COLUMNS
 from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.random import counted
 from dtensor_sample.ops.largest import TOP_P_ONE
-from dtensor_sample.ops.outcome import OUTCOME_COLUMNS
 from dtensor_sample.ops.peak import LAST_ID
 
 _ROWS = 128
@@ -31,7 +31,10 @@ def _row_params_kernel(
     seed_ptr,  # out: [R] int64
     greedy_ptr,  # out: [R] bool
     emitted_ptr,  # out: [R] int64
+    uniform_ptr,  # out: [R] int64, or unused
+    step,  # place within a block of drafts
     rows,  # R
+    STREAM: tl.constexpr,  # of the uniform numbers; None: none are wanted
     TOP_P_ONE: tl.constexpr,
     ROWS: tl.constexpr,  # rows of a program
 ):
@@ -58,10 +61,15 @@ def _row_params_kernel(
     tl.store(min_p_ptr + row, min_p, mask=exists)
     tl.store(top_k_ptr + row, top_k, mask=exists)
     tl.store(top_p_ptr + row, top_p, mask=exists)
-    tl.store(seed_ptr + row, tl.load(entry + 4, mask=exists, other=0), mask=exists)
+    seed = tl.load(entry + 4, mask=exists, other=0)
+    tl.store(seed_ptr + row, seed, mask=exists)
     greedy = tl.load(entry + 5, mask=exists, other=0) != 0
     tl.store(greedy_ptr + row, greedy, mask=exists)
     tl.store(emitted_ptr + row, position, mask=exists)
+    if STREAM is not None:
+        zeros = tl.zeros_like(seed)
+        uniform = counted(seed, position, zeros + step, zeros + STREAM)
+        tl.store(uniform_ptr + row, uniform, mask=exists)
 
 
 @kernel
@@ -81,35 +89,6 @@ def _uniform_kernel(
     offset = tl.load(offset_ptr + row, mask=row < rows, other=0)
     uniform = counted(seed, position, offset, tl.zeros_like(seed) + STREAM)
     tl.store(uniform_ptr + row, uniform, mask=row < rows)
-
-
-@kernel
-def _outcome_kernel(
-    picked_ptr,  # [R] int64
-    argmax_ptr,  # [R] int64
-    nans_ptr,  # [R] int64
-    greedy_ptr,  # [R] bool
-    outcome_ptr,  # out: [R, 5] int64
-    rows,  # R
-    ROWS: tl.constexpr,  # rows of a program
-):
-    """Token, tokens sampled and rejected, NaN count, and whether the row failed.
-
-    Example: picked 5, argmax 7, 2 NaNs: [5, 1, 0, 2, 0], or [7, 1, 0, 2, 0] if greedy; argmax -1
-    has failed.
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = row < rows
-    argmax = tl.load(argmax_ptr + row, mask=exists, other=0)
-    greedy = tl.load(greedy_ptr + row, mask=exists, other=0)
-    picked = tl.load(picked_ptr + row, mask=exists, other=0)
-    failed = (argmax < 0).to(tl.int64)
-    outcome = outcome_ptr + row * 5
-    tl.store(outcome, tl.where(greedy != 0, argmax, picked), mask=exists)
-    tl.store(outcome + 1, 1 - failed, mask=exists)
-    tl.store(outcome + 2, tl.zeros_like(failed), mask=exists)
-    tl.store(outcome + 3, tl.load(nans_ptr + row, mask=exists, other=0), mask=exists)
-    tl.store(outcome + 4, failed, mask=exists)
 
 
 @kernel
@@ -201,6 +180,8 @@ def _take_kernel(
 def _deliver_kernel(
     result_ptr,  # [T, W] int64
     src_ptr,  # [B] int64
+    slot_ptr,  # [B] int64
+    position_ptr,  # changed: [M] int64, or unused
     token_ptr,  # out: [B, tokens] int64
     sampled_ptr,  # out: [B] int64
     rejected_ptr,  # out: [B] int64
@@ -226,7 +207,11 @@ def _deliver_kernel(
     to = token_ptr + request.to(tl.int64)[:, None] * tokens + place
     tl.store(to, token, mask=exists[:, None] & (place < tokens))
     own += width - COLUMNS
-    tl.store(sampled_ptr + request, tl.load(own, mask=exists, other=0), mask=exists)
+    sampled = tl.load(own, mask=exists, other=0)
+    tl.store(sampled_ptr + request, sampled, mask=exists)
+    if position_ptr is not None:
+        slot = tl.load(slot_ptr + request, mask=exists, other=0)
+        tl.atomic_add(position_ptr + slot, sampled, mask=exists, sem="relaxed")
     tl.store(rejected_ptr + request, tl.load(own + 1, mask=exists, other=0), mask=exists)
     tl.store(nans_ptr + request, tl.load(own + 2, mask=exists, other=0), mask=exists)
     tl.store(failed_ptr + request, tl.load(own + 3, mask=exists, other=0) != 0, mask=exists)
@@ -238,13 +223,16 @@ def row_params(
     position_X: Tensor,
     place_R: Tensor | None,
     offset_R: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    stream: int | None,
+    step: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The kernel of `ops.row_params`."""
     rows = table_M6.shape[0] if row_R is None else row_R.shape[0]
     scale_R, min_p_R = (table_M6.new_empty(rows, dtype=torch.float32) for _ in range(2))
     top_k_R, top_p_R, seed_R, emitted_R = (table_M6.new_empty(rows) for _ in range(4))
     greedy_R = table_M6.new_empty(rows, dtype=torch.bool)
-    found = (scale_R, min_p_R, top_k_R, top_p_R, seed_R, greedy_R, emitted_R)
+    uniform_R = table_M6.new_empty(0 if stream is None else rows)
+    found = (scale_R, min_p_R, top_k_R, top_p_R, seed_R, greedy_R, emitted_R, uniform_R)
     if rows > 0:
         _row_params_kernel[(triton.cdiv(rows, _ROWS),)](
             table_M6.contiguous(),
@@ -253,7 +241,9 @@ def row_params(
             None if place_R is None else place_R.contiguous(),
             None if offset_R is None else offset_R.contiguous(),
             *found,
+            step,
             rows,
+            STREAM=stream,
             TOP_P_ONE=TOP_P_ONE,
             ROWS=_ROWS,
         )
@@ -342,25 +332,12 @@ def uniform(seed_R: Tensor, position_R: Tensor, offset_R: Tensor, stream: int) -
     return uniform_R
 
 
-def outcome(picked_R: Tensor, argmax_R: Tensor, nans_R: Tensor, greedy_R: Tensor) -> Tensor:
-    """The kernel of `ops.outcome`."""
-    rows = picked_R.shape[0]
-    outcome_R5 = picked_R.new_empty((rows, 5))
-    if rows > 0:
-        _outcome_kernel[(triton.cdiv(rows, _ROWS),)](
-            picked_R.contiguous(),
-            argmax_R.contiguous(),
-            nans_R.contiguous(),
-            greedy_R.contiguous(),
-            outcome_R5,
-            rows,
-            ROWS=_ROWS,
-        )
-    return outcome_R5
-
-
 def deliver(
-    result_TW: Tensor, src_B: Tensor, tokens: int
+    result_TW: Tensor,
+    src_B: Tensor,
+    tokens: int,
+    slots_B: Tensor,
+    positions_M: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The kernel of `ops.deliver`."""
     B = src_B.shape[0]
@@ -371,6 +348,8 @@ def deliver(
         _deliver_kernel[(triton.cdiv(B, _FEW_ROWS),)](
             result_TW.contiguous(),
             src_B.contiguous(),
+            slots_B.contiguous(),
+            positions_M,
             *found,
             B,
             result_TW.shape[1],

@@ -15,8 +15,8 @@ import triton.language as tl
 from dtensor_sample.ops.values import COEFFICIENTS, LOWEST_EXPONENT
 
 SIZES = (
-    "K", "blocks", "cache_width", "column_stride", "draft_width", "level", "parts", "requests",
-    "row_stride", "rows", "segment_stride", "segments", "size", "start_stride", "step", "stride_v",
+    "K", "blocks", "cache_width", "column_stride", "draft_width", "first_part", "level", "parts",
+    "requests", "row_stride", "rows", "segment_stride", "segments", "size", "step", "stride_v",
     "tokens", "unit_bits", "vocab_size", "width",
 )  # fmt: skip
 """Arguments of kernels whose values bring no variant of the kernel's own: compiling takes long."""
