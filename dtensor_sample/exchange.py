@@ -156,6 +156,10 @@ class Exchange(ABC):
         """Sums over this rank's segments -> sums over all segments."""
         return partial
 
+    def totals(self, *partial: Tensor) -> tuple[Tensor, ...]:
+        """The same of several of one shape."""
+        return partial
+
     def found(self, token_R: Tensor) -> Tensor:
         """[R] tokens of the rows here, -1 where another rank may know of one -> the same, known."""
         return token_R
@@ -226,6 +230,9 @@ class VocabExchange(Exchange):
 
     def total(self, partial: Tensor) -> Tensor:
         return self.axis.all_reduce(partial, "sum")
+
+    def totals(self, *partial: Tensor) -> tuple[Tensor, ...]:
+        return self.total(torch.stack(partial)).unbind()
 
     def found(self, token_R: Tensor) -> Tensor:
         return self.axis.all_reduce(token_R, "max")

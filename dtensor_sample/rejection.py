@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from dtensor_sample import check, ops
 from dtensor_sample.compiled import compiled
 from dtensor_sample.exchange import Exchange, Logits
-from dtensor_sample.ops import ONE
 from dtensor_sample.output import SamplerOutput
 from dtensor_sample.params import Filters, RowParams
 from dtensor_sample.plan import ShardPlan, check_plan
@@ -62,34 +61,39 @@ class Places(NamedTuple):
     """Target and draft side by side at G places, of which max(ratio * p - q, 0) is wanted."""
 
     p: Weighed
-    """The target's distributions."""
-    q: Weighed
-    """The drafts', without tokens where they are one-hot."""
+    """The target's distributions, of all R rows."""
+    q: Weighed | None
+    """The drafts' at each place, without tokens where they are one-hot; None: all are."""
+    row_G: Tensor
+    """int64, the row of p at each place; -1 where its draft cannot be judged."""
     total_G: Tensor
-    """int64, the weight of each row of p."""
-    draft_total_G: Tensor
-    """int64, of q."""
+    """int64, the weight of that row."""
     one_hot_G: Tensor
     """int64, the id of which q is 1; -1 where it was drawn."""
-    ratio_G: Tensor
-    """int64 in units of 2**-60: what multiplies p."""
+    ratio_G: Tensor | None = None
+    """int64 in units of 2**-60: what multiplies p; None: 1."""
 
     @property
     def args(self) -> tuple[Any, ...]:
         """The leading arguments of the residual ops."""
-        p, q = self.p, self.q
+        target = (*self.p.args, self.row_G, self.total_G, self.ratio_G)
+        if (q := self.q) is None:
+            return (*target, None, None, (), None, None, None, None, self.one_hot_G)
         x_MSw, _, rows_G, edits = q.logits
-        draft = (x_MSw, rows_G, edits, q.peak_R, q.floor_R, q.scale_R, self.draft_total_G)
-        return (*p.args, self.total_G, self.ratio_G, *draft, self.one_hot_G)
+        draft = (x_MSw, rows_G, edits, q.peak_R, q.floor_R, q.scale_R, q.total_R)
+        return (*target, *draft, self.one_hot_G)
 
-    def spare(self, where: Exchange, V: int) -> Tensor:
-        """[G, P, PARTS] int64: the residual mass of each part of the vocabulary."""
-        return where.segments(ops.residual_mass(*self.args, V))
+    def weights(self, token_G: Tensor, where: Exchange, V: int) -> tuple[Tensor, Tensor | None]:
+        """[G] int64: the weight of a token of each place under p, and under q if there is one."""
+        weights = [ops.lookup(*self.p.args, self.row_G, token_G, V)]
+        if self.q is not None:
+            weights.append(ops.lookup(*self.q.args, None, token_G, V))
+        p_G, q_G, *_ = (*where.totals(*weights), None)
+        return p_G, q_G
 
-    def at(self, index_Q: Tensor, wanted_Q: Tensor) -> "Places":
-        """Place `index` for each of Q where it is wanted, one without tokens elsewhere."""
-        p, q = (row.at(index_Q, wanted_Q) for row in (self.p, self.q))
-        return Places(p, q, *(field[index_Q] for field in self[2:]))
+    def spare(self, index_Q: Tensor | None, where: Exchange, V: int) -> Tensor:
+        """[Q, P, PARTS] int64: the residual mass of each part of the vocabulary, at some places."""
+        return where.segments(ops.residual_mass(*self.args, index_Q, V))
 
 
 @profiled("verify")
@@ -110,26 +114,19 @@ def verify(
         and the target's distributions.
     """
     p = weigh(target, params, filters, where, V)
-    row_QJ, count_Q, token_QK, place_QK = drafts[:4]
-    rows, grid = (p.argmax_R, params.greedy), (row_QJ, count_Q, token_QK)
-    usable_QK, usable_G, exact_Q = ops.usable(*rows, *grid, place_QK, drafts.size, V)
-    accepted_Q, token_Q = exact_Q, exact_Q
+    judged: tuple[Tensor | None, Tensor | None] = (None, None)
     if filters.drawn:
-        of_rows = (params, position_R, filters, where, V)
-        accepted_Q, token_Q = _judge(p, drafts, usable_QK, usable_G, *of_rows, method)
-    numbers = (p.argmax_R, p.nans_R, params.greedy)
-    result_QW: Tensor = ops.emit(accepted_Q, token_Q, exact_Q, *numbers, *grid)
+        judged = _judge(p, drafts, params, position_R, where, V, method)
+    grid = (drafts.row_QJ, drafts.count_Q, drafts.token_QK)
+    result_QW: Tensor = ops.emit(*judged, p.argmax_R, p.nans_R, params.greedy, *grid)
     return result_QW, p
 
 
 def _judge(
     p: Weighed,
     drafts: Drafts,
-    usable_QK: Tensor,
-    usable_G: Tensor,
     params: RowParams,
     position_R: Tensor,
-    filters: Filters,
     where: Exchange,
     V: int,
     method: str,
@@ -141,62 +138,38 @@ def _judge(
         here).
     """
     row_QJ, place_QK, G = drafts.row_QJ, drafts.place_QK, drafts.size
-    seed_position = params.seed, position_R
-    greedy_Q = params.greedy[row_QJ[:, 0]]
+    here = where.first_segment
     if G == 0:
         first_Q = row_QJ[:, 0]
-        first = tuple(x_R[first_Q] for x_R in seed_position)
-        uniform_Q = ops.uniform(*first, torch.zeros_like(first_Q), TARGET)
-        return torch.zeros_like(first_Q), p.at(first_Q, ~greedy_Q).pick(uniform_Q, where, V)
+        counters = (params.seed[first_Q], position_R[first_Q], torch.zeros_like(first_Q))
+        uniform_Q = ops.uniform(*counters, TARGET)
+        end_Q = torch.where(params.greedy[first_Q], -1, first_Q)
+        return first_Q * 0, ops.pick(*p.args, p.mass_RPC, here, end_Q, uniform_Q, V)
 
     # How many drafts can be accepted at all, and how many are.
-    places, weight_GN = _compare(p, drafts, usable_G, where, V)
-    draft_total_G = None if drafts.q is None else places.draft_total_G
+    rows = (p.argmax_R, params.greedy, p.mass_RPC)
+    row_G, total_G = ops.eligible(*rows, drafts.row_G, drafts.token_G, V)
+    places = Places(p, drafts.q, row_G, total_G, drafts.one_hot_G)
+    weight_G, draft_weight_G = places.weights(drafts.token_G, where, V)
+    draft_total_G = None if drafts.q is None else drafts.q.total_R
     target_QK, draft_QK, limit_Q = ops.odds(
-        weight_GN, places.total_G, draft_total_G, usable_QK, drafts.drawn_Q, place_QK
+        row_G, weight_G, total_G, draft_weight_G, draft_total_G, drafts.drawn_Q, place_QK
     )
-    joint_QK, spare_GPC, spare_G = None, None, None
+    joint_QK, spare_GPC = None, None
     if method == "block":
         joint_QK, ratio_G = ops.chain(target_QK, draft_QK, place_QK, G)
         places = places._replace(ratio_G=ratio_G)
-        spare_GPC = places.spare(where, V)
-        spare_G = spare_GPC.sum((1, 2))
-    accepted_Q, refused_Q, end_Q, place_Q, uniform_Q = ops.accept(
-        target_QK, draft_QK, joint_QK, spare_G, limit_Q, row_QJ, place_QK, *seed_position
+        spare_GPC = places.spare(None, where, V)
+    grid, of_rows = (row_QJ, place_QK), (params.seed, position_R, params.greedy)
+    accepted_Q, place_Q, end_Q, uniform_Q = ops.accept(
+        target_QK, draft_QK, joint_QK, spare_GPC, limit_Q, *grid, *of_rows
     )
 
     # The token after them: from what the refused draft leaves of p, or else from p.
-    refused = places.at(place_Q, refused_Q)
-    spare_QPC = refused.spare(where, V) if spare_GPC is None else spare_GPC[place_Q]
-    recover_Q = refused_Q & (spare_QPC.sum((1, 2)) > 0)
-    drawn_Q = p.at(end_Q, ~(recover_Q | greedy_Q)).pick(uniform_Q, where, V)
-    recovered_Q = ops.residual_pick(*refused.args, spare_QPC, where.first_segment, uniform_Q, V)
-    return accepted_Q, torch.where(recover_Q, recovered_Q, drawn_Q)
-
-
-def _compare(
-    p: Weighed, drafts: Drafts, usable_G: Tensor, where: Exchange, V: int
-) -> tuple[Places, Tensor]:
-    """Target and draft at the places of all drafts that are usable, with ratios of 1.
-
-    Returns:
-        The G places; and [G, 2] int64 weights of the drafted tokens under p and q, or [G, 1] if all
-        are one-hot.
-    """
-    row_G, token_G = drafts.row_G, drafts.token_G
-    p_G, q_G = p.at(row_G, usable_G), drafts.q
-    if q_G is None:
-        x_NSv, first_id_S = p.logits[:2]
-        nothing = Logits(x_NSv[:1, :1, :1], first_id_S[:1], torch.full_like(row_G, -1))
-        q_G = p_G._replace(logits=nothing, mass_RPC=torch.zeros_like(p_G.mass_RPC))
-        weighed = [p_G]
-    else:
-        weighed = [p_G, q_G]
-    weights = [ops.lookup(*row.args, token_G, V) for row in weighed]
-    weight_GN = where.total(torch.stack(weights, 1))
-    ratio_G = torch.full_like(token_G, ONE)
-    places = Places(p_G, q_G, p_G.total_R, q_G.total_R, drafts.one_hot_G, ratio_G)
-    return places, weight_GN
+    of_places = spare_GPC is not None
+    spare = spare_GPC if spare_GPC is not None else places.spare(place_Q, where, V)
+    left = (p.mass_RPC, spare, of_places, place_Q, end_Q)
+    return accepted_Q, ops.recover(*places.args, *left, here, uniform_Q, V)
 
 
 class RejectionSampler:
@@ -283,7 +256,7 @@ class RejectionSampler:
                 width,
                 drafts_BK=drafts_BK,
                 count_R=count_R,
-                index_G=drafts.row_G,
+                index_G=drafts.row_G.clamp(min=0),
             )
             drafts = drafts._replace(q=drafts.q._replace(logits=q_logits))
         filters = plan.filters
@@ -332,11 +305,14 @@ class RejectionSampler:
             one_hot = torch.tensor(one_hot_B).to(drafts_BK.device, non_blocking=True)
         of_rows = (plan.row_requests, plan.row_draft_rows, plan.row_draft_steps)
         laid = ops.arrange(plan.local_cu_num_logits, *of_rows, one_hot, drafts_BK, size)
+        row_QJ, count_Q, token_QK, place_QK, drawn_Q, list_4G = laid
+        row_G, token_G, one_hot_G, kept_G = list_4G.unbind()
         q = None
         if not all(one_hot_B):
-            kept = (plan.exchange.name, target.first_id_S[:1], laid[-1])
+            kept = (plan.exchange.name, target.first_id_S[:1], kept_G)
             q = self.state.drafts.drawn_from(*kept)
-        return Drafts(*laid[:-1], q)
+        grid = (row_QJ, count_Q, token_QK, place_QK, drawn_Q)
+        return Drafts(*grid, row_G, token_G, one_hot_G, q)
 
 
 def draft_ids(draft_token_ids: Tensor | Sequence[Sequence[int]], plan: ShardPlan, K: int) -> Tensor:

@@ -47,13 +47,8 @@ class Weighed(NamedTuple):
     @property
     def total_R(self) -> Tensor:
         """int64, the weight of each row: at most 2**62, 0 where it has no token."""
-        return self.mass_RPC.sum((1, 2))
-
-    def pick(self, uniform_R: Tensor, where: Exchange, vocab_size: int) -> Tensor:
-        """[R] int64: the token that each uniform number points at; -1 if it is not here."""
-        drawn = (self.mass_RPC, where.first_segment, uniform_R)
-        picked_R: Tensor = ops.pick(*self.args, *drawn, vocab_size)
-        return picked_R
+        mass_RG = self.mass_RPC.flatten(1)
+        return mass_RG[:, 0] if mass_RG.shape[1] == 1 else mass_RG.sum(1)
 
     def read(self, ids_RI: Tensor, where: Exchange, vocab_size: int) -> Tensor:
         """[R, I] float32 values of tokens, wherever they lie; -inf of what is no token."""

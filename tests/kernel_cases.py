@@ -203,13 +203,13 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
         row_args = (*logits, peak_R, floor_R, shape[0])
         compare("mass", ops.mass, *row_args, V)
         drawn = (mass_RSC, 0, uniform_R)
-        token_R = compare("pick", ops.pick, *row_args, *drawn, V)[0]
+        token_R = compare("pick", ops.pick, *row_args, mass_RSC, 0, None, uniform_R, V)[0]
         told = (token_R - 1, uniform_R, uniform_R % 2 == 0)
         for masses in (mass_RSC, mass_RSC[..., :0]):
             compare("draw", ops.draw, *row_args, masses, *drawn[1:], *told, V)
-        compare("lookup", ops.lookup, *row_args, token_R, V)
+        compare("lookup", ops.lookup, *row_args, None, token_R, V)
         below = (*row_args[:4], peak_R - 1, *row_args[5:])
-        compare("lookup beyond the peak", ops.lookup, *below, token_R, V)
+        compare("lookup beyond the peak", ops.lookup, *below, None, token_R, V)
         value_R = torch.where(token_R % 2 == 0, peak_R, floor_R)
         compare("tally", ops.tally, *row_args, value_R, V, True)
     on_gpu = device == "cuda"  # the interpreter is slow
@@ -237,12 +237,24 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
     one_hot_R = torch.where(draft_rows_R < 0, token_R, -1)
     ratio_R = torch.randint(0, ops.ONE + 1, (R,), generator=generator).to(device)
     ratio_R[: R // 2] = ops.ONE
-    residual_args = (
-        *row_args, mass_RSC.sum((1, 2)), ratio_R, draft_MSw, draft_rows_R, edits, draft_peak_R,
-        draft_floor_R, shape[0], draft_total_R, one_hot_R,
-    )  # fmt: skip
-    spare_RSC = compare("residual_mass", ops.residual_mass, *residual_args, V)[0]
-    compare("residual_pick", ops.residual_pick, *residual_args, spare_RSC, 0, uniform_R, V)
+    total_R, every_R = mass_RSC.sum((1, 2)), torch.arange(R, device=device)
+    of_draft = (draft_peak_R, draft_floor_R, shape[0], draft_total_R)
+    drafted = (draft_MSw, draft_rows_R, edits, *of_draft, one_hot_R)
+    residual_args = (*row_args, every_R, total_R, ratio_R, *drafted)
+    spare_RSC = compare("residual_mass", ops.residual_mass, *residual_args, None, V)[0]
+    left = (mass_RSC, spare_RSC, True, every_R, every_R)
+    compare("recover", ops.recover, *residual_args, *left, 0, uniform_R, V)
+    # Of other places in another order, without draft logits, and what is drawn from the target.
+    turned_R = every_R.flip(0)
+    index_R = turned_R.masked_fill(turned_R % 4 == 3, -1)
+    compare("lookup of some", ops.lookup, *row_args, index_R, token_R, V)
+    row_R = every_R.masked_fill(every_R % 5 == 2, -1).roll(1)
+    hot = (None, None, (), *[None] * 4, token_R)
+    for of_drafts in (drafted, hot):
+        some_args = (*row_args, row_R, total_R.roll(1), None, *of_drafts)
+        some_RSC = compare("residual_mass of some", ops.residual_mass, *some_args, index_R, V)[0]
+        left = (mass_RSC, some_RSC, False, index_R, turned_R)
+        compare("recover some", ops.recover, *some_args, *left, 0, uniform_R, V)
     # One shard of the vocabulary: its parts of a wider row.
     last = (x_NSv[:, -1:], first_id_S[-1:], rows_R, case.shard(edits))
     compare("shard's peak", ops.peak, *last, V)
@@ -251,7 +263,7 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
     compare("shard's mass", ops.mass, *last, peak_R, floor_R, shape[0], V)
     by_segment_RSC = mass_RSC.transpose(0, 1).contiguous().transpose(0, 1)
     drawn = (by_segment_RSC, x_NSv.shape[1] - 1, uniform_R)
-    compare("shard's pick", ops.pick, *last, *row_args[4:], *drawn, V)
+    compare("shard's pick", ops.pick, *last, *row_args[4:], *drawn[:2], index_R, drawn[2], V)
     yield from (f"{name} in {case}" for name in different)
 
 
@@ -402,26 +414,29 @@ def judged(device: str, generator: torch.Generator) -> Iterator[str]:
     argmax_R, nans_R = integers(-1, V, R), integers(0, 3, R)
     greedy_R, seed_R = integers(0, 3, R) == 0, integers(-(1 << 63), (1 << 63) - 1, R)
     position_R, total_G = integers(-1, 1 << 40, R), integers(0, 1 << 20, G) << 40
+    mass_RPC = integers(0, 1 << 50, 3, R, ops.PARTS).transpose(0, 1)
+    spare_GPC = (units(3, G, ops.PARTS) >> 6).transpose(0, 1)
     for hot in (None, integers(0, 2, Q) == 0):
         laid = compare(
             ops.arrange, begin_Q1, request_R, integers(-1, 9, R) * 5, integers(0, K + 1, R),
             hot, integers(-1, V + 1, Q, K), G,
         )  # fmt: skip
-        row_QJ, count_Q, token_QK, place_QK, drawn_Q, *_ = laid
+        row_QJ, count_Q, token_QK, place_QK, drawn_Q, (row_G, token_G, *_) = laid
         grid = (row_QJ, count_Q, token_QK)
-        usable_QK, _, exact_Q = compare(ops.usable, argmax_R, greedy_R, *grid, place_QK, G, V)
-        weight_GN = torch.where(integers(0, 4, 2, G) > 0, total_G // 3, 0).T
-        draft_total_G = None if hot is None else total_G.flip(0)
-        compare(ops.odds, weight_GN, total_G, draft_total_G, usable_QK, drawn_Q, place_QK)
+        of_rows = (argmax_R, greedy_R, mass_RPC[:, :, : 16 if hot is None else 0])
+        judged_G, _ = compare(ops.eligible, *of_rows, row_G, token_G, V)
+        weight_G, draft_weight_G = torch.where(integers(0, 4, 2, G) > 0, total_G // 3, 0)
+        of_draft = (None, None) if hot is None else (draft_weight_G, total_G.flip(0))
+        compare(ops.odds, judged_G, weight_G, total_G, *of_draft, drawn_Q, place_QK)
         for block in (False, True):
             p_QK, q_QK, limit_Q = units(Q, K), units(Q, K), integers(0, 9, Q).clamp(max=count_Q)
             limit_Q = (limit_Q - 1).clamp(min=0)
-            joint_QK, ratio_G = compare(ops.chain, p_QK, q_QK, place_QK, G)
-            of_block = (joint_QK, ratio_G) if block else (None, None)
-            judging = (limit_Q, row_QJ, place_QK, seed_R, position_R)
+            joint_QK, _ = compare(ops.chain, p_QK, q_QK, place_QK, G)
+            of_block = (joint_QK, spare_GPC) if block else (None, None)
+            judging = (limit_Q, row_QJ, place_QK, seed_R, position_R, greedy_R)
             accepted_Q, *_ = compare(ops.accept, p_QK, q_QK, *of_block, *judging)
-            numbers = (exact_Q, argmax_R, nans_R, greedy_R)
-            compare(ops.emit, accepted_Q, integers(-1, V, Q), *numbers, *grid)
+            for judged in ((accepted_Q, integers(-1, V, Q)), (None, None)):
+                compare(ops.emit, *judged, argmax_R, nans_R, greedy_R, *grid)
     yield from differing
 
 

@@ -237,9 +237,13 @@ def test_filters_hold_for_every_row(ranks, method):
 
 FEW_NUMBERS = (
     "row_params", "join_peaks", "uniform", "take", "deliver", "arrange",
-     "usable", "odds", "chain", "accept", "emit", "store",
+     "eligible", "odds", "chain", "accept", "emit", "store",
 )  # fmt: skip
 """Ops that read no logits."""
+
+
+INDEXED = {"lookup": (8,), "residual_mass": (18, 7), "recover": (21,), "pick": (10,)}
+"""Ops that read some rows of logits, and which argument, if it is given, has one entry for each."""
 
 
 class Reads(TorchDispatchMode):
@@ -252,7 +256,8 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         space, name = func._schema.name.split("::")
         if space == "dtensor_sample" and name not in FEW_NUMBERS:
-            self.rows[name].append(len(args[0]) if args[2] is None else len(args[2]))
+            given = [args[i] for i in (*INDEXED.get(name, ()), 2, 0) if args[i] is not None]
+            self.rows[name].append(len(given[0]))
         return func(*args, **(kwargs or {}))
 
 
@@ -287,7 +292,7 @@ READS = [
         1.0,
         [3, 0, 1],
         False,
-        {"weigh": [7], "lookup": [4], "residual_mass": [4], "pick": [3], "residual_pick": [3]},
+        {"weigh": [7], "lookup": [4], "residual_mass": [4], "recover": [3]},
     ),
     (
         "standard",
@@ -298,8 +303,7 @@ READS = [
             "weigh": [7],
             "lookup": [4, 4],
             "residual_mass": [3],
-            "pick": [3],
-            "residual_pick": [3],
+            "recover": [3],
         },
     ),
 ]

@@ -103,7 +103,7 @@ def ops_on_dtensors(mesh, dtype: torch.dtype) -> list[str]:
     arguments: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "peak": (ops.peak, (x, first, None, (), vocab_size)),
         "mass": (ops.mass, (*row, vocab_size)),
-        "pick": (ops.pick, (*row, mass, 0, uniform, vocab_size)),
+        "pick": (ops.pick, (*row, mass, 0, None, uniform, vocab_size)),
         "draw": (ops.draw, (*row, mass, 0, uniform, *told, vocab_size)),
         "histogram": (
             ops.histogram,

@@ -115,7 +115,7 @@ def test_rows_beyond_2_31_logits():
         far = weigh.whole(x_NSv, first_id_S, rows_R, (), *shape, *filters, V)
         near = weigh.whole(tail, first_id_S, None, (), *shape, *filters, V)
         assert all(map(torch.equal, far, near))
-        drawn = (near[2], 0, torch.arange(8, device="cuda") << 58)
+        drawn = (near[2], 0, None, torch.arange(8, device="cuda") << 58)
         row_args = (near[0], near[1], shape[0], *drawn, V)
         far_ids = ops.pick(x_NSv, first_id_S, rows_R, (), *row_args)
         assert torch.equal(far_ids, ops.pick(tail, first_id_S, None, (), *row_args))

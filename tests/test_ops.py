@@ -29,7 +29,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
     )
     row = (x_NSv, torch.arange(3) * 4, rows_R, list(edits), peak_R, peak_R - 9, torch.ones(4))
     draft = (x_NSv, zero_R - 1, list(edits), peak_R, peak_R, peak_R, zero_R)
-    residual = (*row, zero_R + (1 << 50), zero_R + ops.ONE, *draft, zero_R)
+    residual = (*row, rows_R, zero_R + (1 << 50), zero_R + ops.ONE, *draft, zero_R)
     drawn = (torch.ones(3, 4, ops.PARTS, dtype=torch.int64).transpose(0, 1), 0, zero_R + 5)
     shape = (torch.ones(4), peak_R - 9, zero_R + 3, zero_R + (1 << 30))
     ones_QK = torch.ones(4, 2, dtype=torch.int64)
@@ -58,29 +58,30 @@ def arguments() -> dict[str, tuple[object, ...]]:
             *(zero_R[:, None].expand(-1, 6).contiguous(), rows_R.clamp(min=0), 3),
             *(rows_R.clamp(min=0), zero_R.clone()),
         ),
-        "pick": (*row, *drawn, V),
+        "pick": (*row, *drawn[:2], rows_R, drawn[2], V),
         "draw": (*row, *drawn, zero_R, zero_R, zero_R == 0, V),
         "log_probability": (torch.zeros(4, 2), peak_R, torch.ones(4), zero_R + 7, V),
         "entropy": (zero_R + 7, zero_R + 3, V),
         "read": (*row[:4], torch.arange(8).view(4, 2), V),
         "tally": (*row, peak_R, V, True),
         "top": (*row[:4], V, 5),
-        "lookup": (*row, zero_R, V),
+        "lookup": (*row, rows_R, zero_R, V),
         "row_params": (
             *(torch.ones(5, 6, dtype=torch.int64), zero_R + 4, zero_R, zero_R, zero_R),
             *(0, 2),
         ),
         "uniform": (zero_R, zero_R, zero_R, 0),
         "arrange": (zero_R, torch.zeros(5, dtype=torch.int64), *[zero_R] * 2, None, ones_QK, 3),
-        "usable": (zero_R, zero_R > 0, *grid, 6, V),
-        "odds": (torch.ones(6, 2).long(), six_G, six_G, ones_QK > 0, zero_R > 0, place_QK),
+        "eligible": (zero_R, zero_R > 0, drawn[0], rows_R, zero_R, V),
+        "odds": (*[six_G] * 5, zero_R > 0, place_QK),
         "chain": (ones_QK, ones_QK, place_QK, 6),
         "accept": (
-            *(ones_QK, ones_QK, ones_QK, six_G, zero_R + 1, grid[0], place_QK, zero_R, zero_R),
+            *(ones_QK, ones_QK, ones_QK, torch.ones(6, 3, ops.PARTS, dtype=torch.int64)),
+            *(zero_R + 1, grid[0], place_QK, zero_R, zero_R, zero_R > 0),
         ),
-        "emit": (*[zero_R] * 5, zero_R > 0, *grid[:3]),
-        "residual_mass": (*residual, V),
-        "residual_pick": (*residual, *drawn, V),
+        "emit": (*[zero_R] * 4, zero_R > 0, *grid[:3]),
+        "residual_mass": (*residual, rows_R, V),
+        "recover": (*residual, drawn[0], drawn[0], True, rows_R, rows_R, *drawn[1:], V),
         "copy": (*row[:4], V),
         "markov": (
             x_NSv,

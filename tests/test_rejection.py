@@ -525,10 +525,10 @@ def test_residuals_are_truncated_differences():
             args.append((x_11V, peak_R, torch.full_like(peak_R, -torch.inf)))
         (p_11V, *of_p), (q_11V, *of_q) = args
         common = (
-            *(p_11V, first_id_S, None, (), *of_p, scale_R, row + p_total, row + ratio),
+            *(p_11V, first_id_S, None, (), *of_p, scale_R, row, row + p_total, row + ratio),
             *(q_11V, row, (), *of_q, scale_R, row + q_total, row - 1),
         )
-        mass_1C = ops.residual_mass(*common, V)[0]
+        mass_1C = ops.residual_mass(*common, None, V)[0]
         width = -(-V // (16 * ops.PARTS)) * 16
         padded = np.pad(units, (0, width * ops.PARTS - V)).reshape(ops.PARTS, width)
         assert mass_1C.tolist() == [(padded.sum(1) << 9).tolist()]
@@ -536,5 +536,6 @@ def test_residuals_are_truncated_differences():
             running = np.cumsum(units << 9)
             for point in (0, int(running[V // 2]) - 1, int(running[V // 2]), int(running[-1]) - 1):
                 uniform = -(-(point << 62) // int(running[-1]))  # the least that points there
-                token_R = ops.residual_pick(*common, mass_1C[None], 0, row + uniform, V)
+                left = (mass_1C[None], mass_1C[None], True, row, row)
+                token_R = ops.recover(*common, *left, 0, row + uniform, V)
                 assert token_R.item() == np.argmax(running > point)

@@ -1,10 +1,10 @@
-"""Custom ops: the arithmetic that decides, opaque to tracing; what reads logits takes DTensors."""
+"""Custom ops: the arithmetic that decides, opaque to tracing; those of a draw take DTensors."""
 
 from dtensor_sample.ops.confidence import confidence, units
 from dtensor_sample.ops.copy import copy
 from dtensor_sample.ops.deliver import OUTCOME_COLUMNS, deliver
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
-from dtensor_sample.ops.judge import accept, arrange, chain, emit, odds, usable
+from dtensor_sample.ops.judge import accept, arrange, chain, eligible, emit, odds
 from dtensor_sample.ops.largest import fraction, shortlist, shortlist_integers, sift
 from dtensor_sample.ops.logarithm import entropy, log_probability
 from dtensor_sample.ops.lookup import lookup
@@ -14,7 +14,7 @@ from dtensor_sample.ops.parts import PARTS
 from dtensor_sample.ops.peak import join_peaks, peak
 from dtensor_sample.ops.pick import draw, pick
 from dtensor_sample.ops.read import read, unpack_read
-from dtensor_sample.ops.residual import ONE, residual_mass, residual_pick
+from dtensor_sample.ops.residual import ONE, recover, residual_mass
 from dtensor_sample.ops.row_params import row_params
 from dtensor_sample.ops.store import store
 from dtensor_sample.ops.take import take
@@ -36,6 +36,7 @@ __all__ = [
     "copy",
     "deliver",
     "draw",
+    "eligible",
     "emit",
     "entropy",
     "fraction",
@@ -51,8 +52,8 @@ __all__ = [
     "pick",
     "quantized",
     "read",
+    "recover",
     "residual_mass",
-    "residual_pick",
     "row_params",
     "shortlist",
     "shortlist_integers",
@@ -65,5 +66,4 @@ __all__ = [
     "units",
     "unpack_read",
     "unpack_top",
-    "usable",
 ]

@@ -27,7 +27,7 @@ def arrange(
     one_hot_B: Tensor | None,
     draft_BK: Tensor,
     size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Lay out the drafts of Q requests.
 
     Args:
@@ -42,10 +42,9 @@ def arrange(
     Returns:
         row_QJ [Q, J] int64, the row of each place in a request; count_Q [Q] int64, its rows, 0 for
         padding; token_QK [Q, K] int64; place_QK [Q, K] int64, where each draft is listed, G if
-        there is no such draft; drawn_Q [Q] bool, whether its drafts have logits; and lists:
-        row_G int64, the row that judges each, 0 for padding; token_G int64, -1 for padding;
-        one_hot_G int64, the same unless its request's drafts have logits, else -1; and kept_G
-        int64, where its draft logits lie, -1 for nowhere.
+        there is no such draft; drawn_Q [Q] bool, whether its drafts have logits; and lists, [4, G]
+        int64, -1 for padding: the row that judges each; its token; the same unless its request's
+        drafts have logits, else -1; and where its draft logits lie, -1 for nowhere.
     """
     begin_Q, count_Q = begin_Q1[:-1], begin_Q1.diff()
     Q, K, device = len(begin_Q), draft_BK.shape[1], begin_Q1.device
@@ -60,12 +59,11 @@ def arrange(
     kept_QK = draft_row_R[first_Q][:, None] + step_J[:-1]
     kept_QK = torch.where(step_J[:-1] < steps_Q[:, None], kept_QK, -1)
     token_QK = draft_BK[request_Q]
-    row_G = listed(row_QJ[:, :-1], place_QK, size, 0)
     drawn_Q = steps_Q > 0
     one_hot_QK = torch.where(drawn_Q[:, None], -1, token_QK)
-    grids = (token_QK, one_hot_QK, kept_QK)
-    token_G, one_hot_G, kept_G = (listed(x_QK, place_QK, size, -1) for x_QK in grids)
-    return row_QJ, count_Q, token_QK, place_QK, drawn_Q, row_G, token_G, one_hot_G, kept_G
+    grids = (row_QJ[:, :-1], token_QK, one_hot_QK, kept_QK)
+    list_4G = torch.stack([listed(x_QK, place_QK, size) for x_QK in grids])
+    return row_QJ, count_Q, token_QK, place_QK, drawn_Q, list_4G
 
 
 @arrange.register_fake
@@ -77,102 +75,96 @@ def _(
     one_hot_B: Tensor | None,
     draft_BK: Tensor,
     size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     Q, K = begin_Q1.shape[0] - 1, draft_BK.shape[1]
     row_QJ, count_Q = draft_BK.new_empty((Q, K + 1)), draft_BK.new_empty(Q)
     token_QK, place_QK = draft_BK.new_empty((Q, K)), draft_BK.new_empty((Q, K))
     drawn_Q = draft_BK.new_empty(Q, dtype=torch.bool)
-    row_G, token_G, one_hot_G, kept_G = (draft_BK.new_empty(size) for _ in range(4))
-    return row_QJ, count_Q, token_QK, place_QK, drawn_Q, row_G, token_G, one_hot_G, kept_G
+    return row_QJ, count_Q, token_QK, place_QK, drawn_Q, draft_BK.new_empty((4, size))
 
 
-@define("usable")
-def usable(
+@define("eligible")
+def eligible(
     argmax_R: Tensor,
     greedy_R: Tensor,
-    row_QJ: Tensor,
-    count_Q: Tensor,
-    token_QK: Tensor,
-    place_QK: Tensor,
-    size: int,
+    mass_RPC: Tensor,
+    row_G: Tensor,
+    token_G: Tensor,
     vocab_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Which drafts can be judged by coins, and how many of them a greedy request takes.
-
-    A block ends at the first draft that is no token, or whose row has none. Greedy requests accept
-    what they would have taken themselves, without coins.
+) -> tuple[Tensor, Tensor]:
+    """Which drafts can be judged by coins: tokens, in rows that have one and are not greedy.
 
     Args:
         argmax_R: [R] int64, the likeliest token of each row, -1 where it has none.
         greedy_R: [R] bool.
-        row_QJ, count_Q, token_QK, place_QK, size: see `arrange`.
+        mass_RPC: [R, P, PARTS] int64, see `Weighed`.
+        row_G, token_G: of the lists of `arrange`.
         vocab_size: V.
 
     Returns:
-        [Q, K] bool; the same listed, [G] bool; and [Q] int64, how many drafts are the likeliest.
+        [G] int64, the row of each that can be, else -1; and [G] int64, the mass of its row, 0
+        without one.
     """
-    argmax_QK = argmax_R[row_QJ[:, :-1]]
-    exists_QK = torch.arange(1, row_QJ.shape[1], device=row_QJ.device) < count_Q[:, None]
-    usable_QK = (token_QK >= 0) & (token_QK < vocab_size) & exists_QK & (argmax_QK >= 0)
-    exact_Q = leading(usable_QK & (token_QK == argmax_QK))
-    usable_QK &= ~greedy_R[row_QJ[:, :1]]
-    return usable_QK, listed(usable_QK, place_QK, size, 0), exact_Q
+    at_G, known_G = row_G.clamp(min=0), (token_G >= 0) & (token_G < vocab_size)
+    known_G &= (row_G >= 0) & (argmax_R[at_G] >= 0) & ~greedy_R[at_G]
+    total_G = mass_RPC[at_G].sum((1, 2)) * (row_G >= 0)
+    return torch.where(known_G, row_G, -1), total_G
 
 
-@usable.register_fake
+@eligible.register_fake
 def _(
     argmax_R: Tensor,
     greedy_R: Tensor,
-    row_QJ: Tensor,
-    count_Q: Tensor,
-    token_QK: Tensor,
-    place_QK: Tensor,
-    size: int,
+    mass_RPC: Tensor,
+    row_G: Tensor,
+    token_G: Tensor,
     vocab_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    usable_QK = torch.empty_like(token_QK, dtype=torch.bool)
-    return usable_QK, usable_QK.new_empty(size), torch.empty_like(count_Q)
+) -> tuple[Tensor, Tensor]:
+    return row_G.new_empty(row_G.shape), row_G.new_empty(row_G.shape)
 
 
 @define("odds")
 def odds(
-    weight_GN: Tensor,
+    row_G: Tensor,
+    weight_G: Tensor,
     total_G: Tensor,
+    draft_weight_G: Tensor | None,
     draft_total_G: Tensor | None,
-    usable_QK: Tensor,
     drawn_Q: Tensor,
     place_QK: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """How likely each drafted token is.
 
     Args:
-        weight_GN: [G, 2] int64, the weights of listed drafts under the target and under the draft;
-            or [G, 1], the former alone.
-        total_G: [G] int64, the weights of all tokens of the target.
-        draft_total_G: [G] int64, of the draft; None: all drafts are one-hot.
-        usable_QK, drawn_Q, place_QK: see `usable` and `arrange`.
+        row_G, total_G: see `eligible`.
+        weight_G: [G] int64, the weights of listed drafts under the target.
+        draft_weight_G, draft_total_G: [G] int64, those under the draft, and of all its tokens;
+            None: all drafts are one-hot.
+        drawn_Q, place_QK: see `arrange`.
 
     Returns:
         [Q, K] int64 probabilities under the target, 0 where there is no draft, and under the draft,
         1 where it is one-hot; and [Q] int64, how many drafts can be accepted: those before the
-        first that is not usable, or whose draft logits have no token.
+        first that cannot be judged, or whose draft logits have no token.
     """
-    target_QK = gridded(probability(weight_GN[:, 0], total_G), place_QK)
+    target_QK = gridded(probability(weight_G, total_G), place_QK)
     draft_QK = torch.full_like(target_QK, ONE)
-    if draft_total_G is not None:
+    usable_QK = gridded(row_G + 1, place_QK) > 0
+    if draft_weight_G is not None and draft_total_G is not None:
         drawn_QK = drawn_Q[:, None].expand_as(place_QK)
-        drawn_from_QK = gridded(probability(weight_GN[:, 1], draft_total_G), place_QK)
+        drawn_from_QK = gridded(probability(draft_weight_G, draft_total_G), place_QK)
         draft_QK = torch.where(drawn_QK, drawn_from_QK, draft_QK)
-        usable_QK = usable_QK & (~drawn_QK | (gridded(draft_total_G, place_QK) > 0))
+        usable_QK &= ~drawn_QK | (gridded(draft_total_G, place_QK) > 0)
     return target_QK, draft_QK, leading(usable_QK)
 
 
 @odds.register_fake
 def _(
-    weight_GN: Tensor,
+    row_G: Tensor,
+    weight_G: Tensor,
     total_G: Tensor,
+    draft_weight_G: Tensor | None,
     draft_total_G: Tensor | None,
-    usable_QK: Tensor,
     drawn_Q: Tensor,
     place_QK: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,46 +206,49 @@ def accept(
     target_QK: Tensor,
     draft_QK: Tensor,
     joint_QK: Tensor | None,
-    spare_G: Tensor | None,
+    spare_GPC: Tensor | None,
     limit_Q: Tensor,
     row_QJ: Tensor,
     place_QK: Tensor,
     seed_R: Tensor,
     position_R: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    greedy_R: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Throw a coin for each draft, and make the number that draws the token after the accepted.
 
     Args:
         target_QK, draft_QK, limit_Q: see `odds`.
         joint_QK: joint ratios for block verification, see `chain`; None: each draft is accepted
             with probability min(1, p / q), up to the first that is not.
-        spare_G: with them, [G] int64, the residual mass of each listed draft.
+        spare_GPC: with them, [G, P, PARTS] int64, the residual of each listed draft.
         row_QJ, place_QK: see `arrange`.
         seed_R: [R] int64.
         position_R: [R] int64, of the token that each row emits.
+        greedy_R: [R] bool.
 
     Returns:
-        [Q] int64, how many are accepted; [Q] bool, whether a draft that could be was refused after
-        them; [Q] int64, the row of the token after them, the place of a refused draft in the list,
-        and a uniform number for that token.
+        [Q] int64, how many are accepted; the place in the list of a draft that could be and was
+        refused after them, -1 for none; the row of the token after them, -1 if that is greedy; and
+        a uniform number for that token.
     """
     K, first_Q = place_QK.shape[1], row_QJ[:, 0]
     seed_Q, start_Q = seed_R[first_Q], position_R[first_Q]
     step_QK = torch.arange(K, device=row_QJ.device).expand_as(place_QK)
     counters = (x.expand_as(place_QK).flatten() for x in (seed_Q[:, None], start_Q[:, None]))
     coin_QK = uniform(*counters, step_QK.flatten(), COIN).view(place_QK.shape)
-    if joint_QK is not None and spare_G is not None:
-        accepted_Q = _longest_prefix(joint_QK, gridded(spare_G, place_QK), coin_QK, limit_Q)
+    if joint_QK is not None and spare_GPC is not None:
+        spare_QK = gridded(spare_GPC.sum((1, 2)), place_QK)
+        accepted_Q = _longest_prefix(joint_QK, spare_QK, coin_QK, limit_Q)
     else:
         passed_QK = scaled(coin_QK, draft_QK) < target_QK
         accepted_Q = torch.minimum(leading(passed_QK), limit_Q)
     refused_Q = accepted_Q < limit_Q
-    end_Q = row_QJ.gather(1, accepted_Q[:, None])[:, 0]
+    end_Q = row_QJ.gather(1, accepted_Q[:, None])[:, 0].masked_fill(greedy_R[first_Q], -1)
     place_Q = place_QK.gather(1, accepted_Q[:, None].clamp(max=K - 1))[:, 0]
-    place_Q = torch.where(refused_Q, place_Q, 0)
+    place_Q = torch.where(refused_Q, place_Q, -1)
     counter = (seed_Q, start_Q + accepted_Q, torch.zeros_like(start_Q))
     uniform_Q = torch.where(refused_Q, uniform(*counter, RECOVERY), uniform(*counter, TARGET))
-    return accepted_Q, refused_Q, end_Q, place_Q, uniform_Q
+    return accepted_Q, place_Q, end_Q, uniform_Q
 
 
 @accept.register_fake
@@ -261,22 +256,22 @@ def _(
     target_QK: Tensor,
     draft_QK: Tensor,
     joint_QK: Tensor | None,
-    spare_G: Tensor | None,
+    spare_GPC: Tensor | None,
     limit_Q: Tensor,
     row_QJ: Tensor,
     place_QK: Tensor,
     seed_R: Tensor,
     position_R: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    accepted_Q, end_Q, place_Q, uniform_Q = (torch.empty_like(limit_Q) for _ in range(4))
-    return accepted_Q, torch.empty_like(limit_Q, dtype=torch.bool), end_Q, place_Q, uniform_Q
+    greedy_R: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    accepted_Q, place_Q, end_Q, uniform_Q = (torch.empty_like(limit_Q) for _ in range(4))
+    return accepted_Q, place_Q, end_Q, uniform_Q
 
 
 @define("emit")
 def emit(
-    accepted_Q: Tensor,
-    token_Q: Tensor,
-    exact_Q: Tensor,
+    accepted_Q: Tensor | None,
+    token_Q: Tensor | None,
     argmax_R: Tensor,
     nans_R: Tensor,
     greedy_R: Tensor,
@@ -286,10 +281,11 @@ def emit(
 ) -> Tensor:
     """What each request reports: its accepted drafts and the token after them.
 
+    Greedy requests accept what they would have taken themselves, without coins.
+
     Args:
-        accepted_Q: [Q] int64, how many are accepted, if the request is not greedy.
+        accepted_Q: [Q] int64, how many are accepted, if the request is not greedy; None: all are.
         token_Q: [Q] int64, the token after them, -1 if it is not here; likewise.
-        exact_Q: [Q] int64, how many a greedy request accepts, see `usable`.
         argmax_R, nans_R: [R] int64, see `Weighed`.
         greedy_R: [R] bool.
         row_QJ, count_Q, token_QK: see `arrange`.
@@ -300,9 +296,11 @@ def emit(
     """
     argmax_QJ, greedy_Q = argmax_R[row_QJ], greedy_R[row_QJ[:, 0]]
     step_J = torch.arange(row_QJ.shape[1], device=row_QJ.device)
-    accepted_Q = torch.where(greedy_Q, exact_Q, accepted_Q)
+    exact_QK = (token_QK >= 0) & (token_QK == argmax_QJ[:, :-1])
+    exact_Q = leading(exact_QK & (step_J[1:] < count_Q[:, None]))
+    accepted_Q = exact_Q if accepted_Q is None else torch.where(greedy_Q, exact_Q, accepted_Q)
     likeliest_Q = argmax_QJ.gather(1, accepted_Q[:, None])[:, 0]
-    token_Q = torch.where(greedy_Q, likeliest_Q, token_Q)
+    token_Q = likeliest_Q if token_Q is None else torch.where(greedy_Q, likeliest_Q, token_Q)
     tokens_QJ = torch.where(step_J < accepted_Q[:, None], pad(token_QK, (0, 1), value=-1), -1)
     tokens_QJ = torch.where(step_J == accepted_Q[:, None], token_Q[:, None], tokens_QJ)
     nans_Q = (nans_R[row_QJ] * (step_J < count_Q[:, None])).sum(1)
@@ -313,9 +311,8 @@ def emit(
 
 @emit.register_fake
 def _(
-    accepted_Q: Tensor,
-    token_Q: Tensor,
-    exact_Q: Tensor,
+    accepted_Q: Tensor | None,
+    token_Q: Tensor | None,
     argmax_R: Tensor,
     nans_R: Tensor,
     greedy_R: Tensor,
@@ -327,7 +324,7 @@ def _(
     return row_QJ.new_empty((Q, J + 4))
 
 
-def listed(x_QK: Tensor, place_QK: Tensor, size: int, padding: int) -> Tensor:
+def listed(x_QK: Tensor, place_QK: Tensor, size: int, padding: int = -1) -> Tensor:
     """Entries of a grid -> [G] those of the drafts."""
     listed_G = x_QK.new_full((size + 1,), padding)
     return listed_G.scatter(0, place_QK.flatten(), x_QK.flatten())[:-1]

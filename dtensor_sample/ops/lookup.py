@@ -1,4 +1,4 @@
-"""The weight of one given token in each row."""
+"""The weight of one given token in each of some rows."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dtensor_sample.ops.define import define
-from dtensor_sample.ops.sharding import shard_like
-from dtensor_sample.ops.values import count_rows, values_at, weights
+from dtensor_sample.ops.take import rows_at
+from dtensor_sample.ops.values import values_at, weights
 
 
 @define("lookup")
@@ -19,24 +19,30 @@ def lookup(
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
-    token_R: Tensor,
+    index_G: Tensor | None,
+    token_G: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    """The integer weight of a token of each row.
+    """The integer weights of tokens, one each of some rows.
 
     Args:
         x_NSv, first_id_S, rows_R, edits, vocab_size: see `values`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
-        token_R: [R] int64; any value that is no id of the vocabulary weighs 0.
+        index_G: [G] int64, which of the R rows each is about, -1 for none; None: all R = G in
+            order.
+        token_G: [G] int64; any value that is no id of the vocabulary weighs 0.
 
     Returns:
-        [R] int64: its weight, 0 where the token is not kept or lies in no segment here.
+        [G] int64: its weight, 0 where the token is not kept or lies in no segment here.
     """
-    column_RS = token_R[:, None] - first_id_S
-    segment_RS = torch.arange(x_NSv.shape[1], device=x_NSv.device).expand_as(column_RS)
+    if index_G is not None:
+        row = rows_at(index_G, rows_R, edits, peak_R, floor_R, scale_R)
+        rows_R, edits, peak_R, floor_R, scale_R = row
+    column_GS = token_G[:, None] - first_id_S
+    segment_GS = torch.arange(x_NSv.shape[1], device=x_NSv.device).expand_as(column_GS)
     logits = (x_NSv, first_id_S, rows_R, edits)
-    value_R1S, _ = values_at(*logits, segment_RS, column_RS, vocab_size)
-    return weights(value_R1S, peak_R, floor_R, scale_R, vocab_size).sum((1, 2))
+    value_G1S, _ = values_at(*logits, segment_GS, column_GS, vocab_size)
+    return weights(value_G1S, peak_R, floor_R, scale_R, vocab_size).sum((1, 2))
 
 
 @lookup.register_fake
@@ -48,12 +54,8 @@ def _(
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
-    token_R: Tensor,
+    index_G: Tensor | None,
+    token_G: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    return x_NSv.new_empty(count_rows(x_NSv, rows_R), dtype=torch.int64)
-
-
-shard_like(
-    torch.ops.dtensor_sample.lookup.default, "row_sum", "logits segment - - row row row row -"
-)
+    return torch.empty_like(token_G)

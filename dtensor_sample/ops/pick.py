@@ -8,7 +8,8 @@ from torch import Tensor
 from dtensor_sample.ops.define import define
 from dtensor_sample.ops.parts import aim, first_beyond, part_of
 from dtensor_sample.ops.sharding import shard_like
-from dtensor_sample.ops.values import count_rows, values_at, weights
+from dtensor_sample.ops.take import rows_at
+from dtensor_sample.ops.values import values_at, weights
 
 
 @define("pick")
@@ -22,7 +23,8 @@ def pick(
     scale_R: Tensor,
     mass_RPC: Tensor,
     first_segment: int,
-    uniform_R: Tensor,
+    index_Q: Tensor | None,
+    uniform_Q: Tensor,
     vocab_size: int,
 ) -> Tensor:
     """The token that a uniform number points at: inverse CDF over a whole row.
@@ -34,19 +36,24 @@ def pick(
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
         mass_RPC: [R, P, PARTS] int64, the mass of every part of the vocabulary, see `mass`.
         first_segment: which of its P segments is the first one here; a rank's own.
-        uniform_R: [R] int64 in [0, 2**62).
+        index_Q: [Q] int64, which of the R rows each number is for, -1 for none; None: all R = Q in
+            order.
+        uniform_Q: [Q] int64 in [0, 2**62).
 
     Returns:
-        [R] int64: the id, or -1 where no segment here holds it, or the row has no token.
+        [Q] int64: the id, or -1 where no segment here holds it, or the row has no token.
 
     Example: of weights [4, 0, 2], a uniform of 2**61 takes id 0, and one of 3 * 2**60 id 2.
     """
     _, S, v = x_NSv.shape
-    start_RSC, point_R = aim(mass_RPC, first_segment, S, uniform_R)
-    at = part_of(start_RSC, point_R, v)
-    value_R1W, id_R1W = values_at(x_NSv, first_id_S, rows_R, edits, *at, vocab_size)
-    weight_R1W = weights(value_R1W, peak_R, floor_R, scale_R, vocab_size)
-    return first_beyond(weight_R1W[:, 0], start_RSC, point_R, id_R1W[:, 0])
+    if index_Q is not None:
+        row = rows_at(index_Q, rows_R, edits, peak_R, floor_R, scale_R, mass_RPC)
+        rows_R, edits, peak_R, floor_R, scale_R, mass_RPC = row
+    start_QSC, point_Q = aim(mass_RPC, first_segment, S, uniform_Q)
+    at = part_of(start_QSC, point_Q, v)
+    value_Q1W, id_Q1W = values_at(x_NSv, first_id_S, rows_R, edits, *at, vocab_size)
+    weight_Q1W = weights(value_Q1W, peak_R, floor_R, scale_R, vocab_size)
+    return first_beyond(weight_Q1W[:, 0], start_QSC, point_Q, id_Q1W[:, 0])
 
 
 @pick.register_fake
@@ -60,10 +67,11 @@ def _(
     scale_R: Tensor,
     mass_RPC: Tensor,
     first_segment: int,
-    uniform_R: Tensor,
+    index_Q: Tensor | None,
+    uniform_Q: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    return x_NSv.new_empty(count_rows(x_NSv, rows_R), dtype=torch.int64)
+    return torch.empty_like(uniform_Q)
 
 
 @define("draw")
@@ -86,8 +94,8 @@ def draw(
     """What each row's draw comes to, see `SamplerOutput`.
 
     Args:
-        x_NSv to uniform_R, vocab_size: see `pick`; masses without parts, [R, P, 0], if no row is to
-            be drawn, but all take their largest value.
+        x_NSv to first_segment, vocab_size: see `pick`; masses without parts, [R, P, 0], if no row
+            is to be drawn, but all take their largest value.
         argmax_R: [R] int64, the lowest id of the largest value; -1 where a row has no token.
         nans_R: [R] int64, NaN logits.
         greedy_R: [R] bool, rows that take the largest value.
@@ -100,7 +108,7 @@ def draw(
     token_R = argmax_R
     if mass_RPC.shape[2] > 0:
         row = (x_NSv, first_id_S, rows_R, edits, peak_R, floor_R, scale_R)
-        picked_R: Tensor = pick(*row, mass_RPC, first_segment, uniform_R, vocab_size)
+        picked_R: Tensor = pick(*row, mass_RPC, first_segment, None, uniform_R, vocab_size)
         token_R = torch.where(greedy_R, argmax_R, picked_R)
     failed_R = (argmax_R < 0).to(torch.int64)
     return torch.stack([token_R, 1 - failed_R, torch.zeros_like(nans_R), nans_R, failed_R], 1)
@@ -127,7 +135,7 @@ def _(
 
 
 for _op, _more in (
-    (torch.ops.dtensor_sample.pick.default, ""),
-    (torch.ops.dtensor_sample.draw.default, "row row row "),
+    (torch.ops.dtensor_sample.pick.default, "- row"),
+    (torch.ops.dtensor_sample.draw.default, "row row row row"),
 ):
-    shard_like(_op, "row_max", f"logits segment - - row row row row - row {_more}-")
+    shard_like(_op, "row_max", f"logits segment - - row row row row - {_more} -")

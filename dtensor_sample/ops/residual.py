@@ -4,9 +4,13 @@ Each of ratio * p and q is a float64 product of a weight and one factor of its r
 of their difference is truncated to a multiple of 2**-51: the same bits wherever a token is
 evaluated. So residuals add up over blocks and shards exactly as the weights do. V tokens together
 lose less than V * 2**-51 of probability, 6e-11 for 129,280, and half of that is to be expected.
+
+Both ops are about G places, each a row of the target beside a row of the draft, as `row_G` says.
+They take plain tensors only, as what else judges drafts does.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +18,9 @@ from torch.nn.functional import pad
 
 from dtensor_sample.ops.define import define
 from dtensor_sample.ops.parts import PARTS, aim, first_beyond, part_of, part_sums
-from dtensor_sample.ops.sharding import shard_like
-from dtensor_sample.ops.values import count_rows, token_ids, values, values_at, weights
+from dtensor_sample.ops.pick import pick
+from dtensor_sample.ops.take import rows_at
+from dtensor_sample.ops.values import token_ids, values, values_at, weights
 
 ONE = 1 << 60
 """Probability 1."""
@@ -42,45 +47,55 @@ def residual_mass(
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
-    total_R: Tensor,
-    ratio_R: Tensor,
-    draft_MSw: Tensor,
-    draft_rows_R: Tensor,
+    row_G: Tensor,
+    total_G: Tensor,
+    ratio_G: Tensor | None,
+    draft_MSw: Tensor | None,
+    draft_rows_G: Tensor | None,
     draft_edits: Sequence[Tensor],
-    draft_peak_R: Tensor,
-    draft_floor_R: Tensor,
-    draft_scale_R: Tensor,
-    draft_total_R: Tensor,
-    one_hot_R: Tensor,
+    draft_peak_G: Tensor | None,
+    draft_floor_G: Tensor | None,
+    draft_scale_G: Tensor | None,
+    draft_total_G: Tensor | None,
+    one_hot_G: Tensor,
+    index_Q: Tensor | None,
     vocab_size: int,
 ) -> Tensor:
-    """The sum of max(ratio * p - q, 0) over each row and part of a segment.
+    """The sum of max(ratio * p - q, 0) over each part of a segment, at some places.
 
     Args:
         x_NSv, first_id_S, rows_R, edits, vocab_size: the target's logits, see `values`.
         peak_R, floor_R, scale_R: [R] float32, see `weights`.
-        total_R: [R] int64, the target's mass over the whole vocabulary.
-        ratio_R: [R] int64 in [0, 2**60], units of 2**-60.
+        row_G: [G] int64, the target's row at each place; -1: p is 0.
+        total_G: [G] int64, that row's mass over the whole vocabulary.
+        ratio_G: [G] int64 in [0, 2**60], units of 2**-60; None: all are 1.
         draft_MSw: [M, 1, w] the draft's logits; their ids count from the same first id, without a
-            gap, as those of the target's segments then do.
-        draft_rows_R: [R] int64, rows of those; -1: q is 0 but for `one_hot`.
-        draft_edits: of those R rows, see `edited`.
-        draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R: as the target's.
-        one_hot_R: [R] int64, an id of which q is 1; -1 for none.
+            gap, as those of the target's segments then do. None, as all that follows: every q is 0
+            but for `one_hot`.
+        draft_rows_G: [G] int64, rows of those; -1: q is 0 but for `one_hot`.
+        draft_edits: of those G rows, see `edited`.
+        draft_peak_G, draft_floor_G, draft_scale_G, draft_total_G: as the target's.
+        one_hot_G: [G] int64, an id of which q is 1; -1 for none.
+        index_Q: [Q] int64, which places are wanted, -1 for one without tokens; None: all Q = G.
 
     Returns:
-        [R, S, PARTS] int64 in units of 2**-60, multiples of 2**9.
+        [Q, S, PARTS] int64 in units of 2**-60, multiples of 2**9.
     """
+    p = (rows_R, edits, peak_R, floor_R, scale_R, row_G, total_G, ratio_G)
+    q = (draft_rows_G, draft_edits, draft_peak_G, draft_floor_G, draft_scale_G, draft_total_G)
+    target, draft, hot_Q = _places(p, q, one_hot_G, index_Q)
     segments, width = x_NSv.shape[1:]
-    value_RSv = values(x_NSv, first_id_S, rows_R, edits, vocab_size)
-    p_RSv = _shares(value_RSv, peak_R, floor_R, scale_R, total_R, ratio_R, vocab_size)
-    draft_RSw = values(draft_MSw, first_id_S[:1], draft_rows_R, draft_edits, vocab_size)
-    draft = (draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
-    one_R = torch.full_like(ratio_R, ONE)
-    q_RW = _shares(draft_RSw, *draft, one_R, vocab_size).flatten(1)
-    q_RW = pad(q_RW, (0, segments * width - q_RW.shape[1]))  # ids line up; padding weighs nothing
-    hot_RSv = token_ids(x_NSv, first_id_S) == one_hot_R[:, None, None]
-    return part_sums(_residuals(p_RSv, q_RW.unflatten(1, (segments, width)), hot_RSv))
+    rows_Q, own, *weighed = target
+    p_QSv = _shares(values(x_NSv, first_id_S, rows_Q, own, vocab_size), weighed, vocab_size)
+    q_QSv = torch.zeros_like(p_QSv)
+    if draft_MSw is not None:
+        rows_Q, own, *weighed = draft
+        draft_QSw = values(draft_MSw, first_id_S[:1], rows_Q, own, vocab_size)
+        q_QW = _shares(draft_QSw, weighed, vocab_size).flatten(1)
+        # Ids line up; padding weighs nothing.
+        q_QSv = pad(q_QW, (0, segments * width - q_QW.shape[1])).unflatten(1, (segments, width))
+    hot_QSv = token_ids(x_NSv, first_id_S) == hot_Q[:, None, None]
+    return part_sums(_residuals(p_QSv, q_QSv, hot_QSv))
 
 
 @residual_mass.register_fake
@@ -92,24 +107,26 @@ def _(
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
-    total_R: Tensor,
-    ratio_R: Tensor,
-    draft_MSw: Tensor,
-    draft_rows_R: Tensor,
+    row_G: Tensor,
+    total_G: Tensor,
+    ratio_G: Tensor | None,
+    draft_MSw: Tensor | None,
+    draft_rows_G: Tensor | None,
     draft_edits: Sequence[Tensor],
-    draft_peak_R: Tensor,
-    draft_floor_R: Tensor,
-    draft_scale_R: Tensor,
-    draft_total_R: Tensor,
-    one_hot_R: Tensor,
+    draft_peak_G: Tensor | None,
+    draft_floor_G: Tensor | None,
+    draft_scale_G: Tensor | None,
+    draft_total_G: Tensor | None,
+    one_hot_G: Tensor,
+    index_Q: Tensor | None,
     vocab_size: int,
 ) -> Tensor:
-    shape = (count_rows(x_NSv, rows_R), x_NSv.shape[1], PARTS)
-    return x_NSv.new_empty(shape, dtype=torch.int64)
+    places = (row_G if index_Q is None else index_Q).shape[0]
+    return row_G.new_empty((places, x_NSv.shape[1], PARTS))
 
 
-@define("residual_pick")
-def residual_pick(
+@define("recover")
+def recover(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
@@ -117,46 +134,70 @@ def residual_pick(
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
-    total_R: Tensor,
-    ratio_R: Tensor,
-    draft_MSw: Tensor,
-    draft_rows_R: Tensor,
+    row_G: Tensor,
+    total_G: Tensor,
+    ratio_G: Tensor | None,
+    draft_MSw: Tensor | None,
+    draft_rows_G: Tensor | None,
     draft_edits: Sequence[Tensor],
-    draft_peak_R: Tensor,
-    draft_floor_R: Tensor,
-    draft_scale_R: Tensor,
-    draft_total_R: Tensor,
-    one_hot_R: Tensor,
-    spare_RPC: Tensor,
+    draft_peak_G: Tensor | None,
+    draft_floor_G: Tensor | None,
+    draft_scale_G: Tensor | None,
+    draft_total_G: Tensor | None,
+    one_hot_G: Tensor,
+    mass_RPC: Tensor,
+    spare_XPC: Tensor,
+    of_places: bool,
+    place_Q: Tensor,
+    end_Q: Tensor,
     first_segment: int,
-    uniform_R: Tensor,
+    uniform_Q: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    """The token that a uniform number points at in the running sum of residuals, in id order.
+    """The tokens that uniform numbers point at after the accepted drafts, in id order.
+
+    In the running sum of the residuals of a refused draft's place, if any is left there, and
+    otherwise in that of the target's weights.
 
     Args:
-        x_NSv to one_hot_R, vocab_size: see `residual_mass`.
-        spare_RPC: [R, P, PARTS] int64, the residual of every part of the vocabulary.
-        first_segment, uniform_R: see `pick`.
+        x_NSv to one_hot_G, vocab_size: see `residual_mass`.
+        mass_RPC: [R, P, PARTS] int64, the mass of every part of the vocabulary, see `mass`.
+        spare_XPC: the residual of every part: [G, P, PARTS] int64 of all places, or [Q, P, PARTS]
+            of those that are wanted.
+        of_places: which of the two.
+        place_Q: [Q] int64, the place of the refused draft; -1 for none.
+        end_Q: [Q] int64, the target's row after the accepted drafts; -1 for none.
+        first_segment, uniform_Q: see `pick`.
 
     Returns:
-        [R] int64: the id, or -1 where no segment here holds it, or nothing is left.
+        [Q] int64: the id, or -1 where no segment here holds it, or the row has no token.
     """
+    p = (rows_R, edits, peak_R, floor_R, scale_R, row_G, total_G, ratio_G)
+    q = (draft_rows_G, draft_edits, draft_peak_G, draft_floor_G, draft_scale_G, draft_total_G)
+    spare_QPC = spare_XPC[place_Q.clamp(min=0)] if of_places else spare_XPC
+    left_Q = (place_Q >= 0) & (spare_QPC.sum((1, 2)) > 0)
+    target, draft, hot_Q = _places(p, q, one_hot_G, torch.where(left_Q, place_Q, -1))
     _, segments, width = x_NSv.shape
-    start_RSC, point_R = aim(spare_RPC, first_segment, segments, uniform_R)
-    segment_RW, column_RW = part_of(start_RSC, point_R, width)
-    at = (segment_RW, column_RW, vocab_size)
-    value_R1W, id_R1W = values_at(x_NSv, first_id_S, rows_R, edits, *at)
-    p_R1W = _shares(value_R1W, peak_R, floor_R, scale_R, total_R, ratio_R, vocab_size)
-    at = (torch.zeros_like(segment_RW), segment_RW * width + column_RW, vocab_size)
-    draft_R1W, _ = values_at(draft_MSw, first_id_S[:1], draft_rows_R, draft_edits, *at)
-    draft = (draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R)
-    q_R1W = _shares(draft_R1W, *draft, torch.full_like(ratio_R, ONE), vocab_size)
-    residual_R1W = _residuals(p_R1W, q_R1W, id_R1W == one_hot_R[:, None, None])
-    return first_beyond(residual_R1W[:, 0], start_RSC, point_R, id_R1W[:, 0])
+    start_QSC, point_Q = aim(spare_QPC, first_segment, segments, uniform_Q)
+    segment_QW, column_QW = part_of(start_QSC, point_Q, width)
+    at = (segment_QW, column_QW, vocab_size)
+    rows_Q, own, *weighed = target
+    value_Q1W, id_Q1W = values_at(x_NSv, first_id_S, rows_Q, own, *at)
+    p_Q1W = _shares(value_Q1W, weighed, vocab_size)
+    q_Q1W = torch.zeros_like(p_Q1W)
+    if draft_MSw is not None:
+        at = (torch.zeros_like(segment_QW), segment_QW * width + column_QW, vocab_size)
+        rows_Q, own, *weighed = draft
+        draft_Q1W, _ = values_at(draft_MSw, first_id_S[:1], rows_Q, own, *at)
+        q_Q1W = _shares(draft_Q1W, weighed, vocab_size)
+    residual_Q1W = _residuals(p_Q1W, q_Q1W, id_Q1W == hot_Q[:, None, None])
+    recovered_Q = first_beyond(residual_Q1W[:, 0], start_QSC, point_Q, id_Q1W[:, 0])
+    row = (x_NSv, first_id_S, rows_R, edits, peak_R, floor_R, scale_R, mass_RPC, first_segment)
+    drawn_Q: Tensor = pick(*row, torch.where(left_Q, -1, end_Q), uniform_Q, vocab_size)
+    return torch.where(left_Q, recovered_Q, drawn_Q)
 
 
-@residual_pick.register_fake
+@recover.register_fake
 def _(
     x_NSv: Tensor,
     first_id_S: Tensor,
@@ -165,34 +206,59 @@ def _(
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
-    total_R: Tensor,
-    ratio_R: Tensor,
-    draft_MSw: Tensor,
-    draft_rows_R: Tensor,
+    row_G: Tensor,
+    total_G: Tensor,
+    ratio_G: Tensor | None,
+    draft_MSw: Tensor | None,
+    draft_rows_G: Tensor | None,
     draft_edits: Sequence[Tensor],
-    draft_peak_R: Tensor,
-    draft_floor_R: Tensor,
-    draft_scale_R: Tensor,
-    draft_total_R: Tensor,
-    one_hot_R: Tensor,
-    spare_RPC: Tensor,
+    draft_peak_G: Tensor | None,
+    draft_floor_G: Tensor | None,
+    draft_scale_G: Tensor | None,
+    draft_total_G: Tensor | None,
+    one_hot_G: Tensor,
+    mass_RPC: Tensor,
+    spare_XPC: Tensor,
+    of_places: bool,
+    place_Q: Tensor,
+    end_Q: Tensor,
     first_segment: int,
-    uniform_R: Tensor,
+    uniform_Q: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    return x_NSv.new_empty(count_rows(x_NSv, rows_R), dtype=torch.int64)
+    return torch.empty_like(uniform_Q)
 
 
-def _shares(
-    value_RSv: Tensor,
-    peak_R: Tensor,
-    floor_R: Tensor,
-    scale_R: Tensor,
-    total_R: Tensor,
-    ratio_R: Tensor,
-    vocab_size: int,
-) -> Tensor:
-    """[R, S, v] float64: ratio * weight / total in units of 2**-51."""
+def _places(
+    p: tuple[Any, ...], q: tuple[Any, ...], one_hot_G: Tensor, index_Q: Tensor | None
+) -> tuple[tuple[Any, ...], tuple[Any, ...], Tensor]:
+    """What target and draft have side by side at the places that are wanted.
+
+    Args:
+        p, q, one_hot_G, index_Q: of `residual_mass`.
+
+    Returns:
+        Of each of both: rows, edits, peaks, floors, scales, totals and ratios; and one-hot ids.
+    """
+    *of_rows, row_G, total_G, ratio_G = p
+    ones_G = torch.full_like(total_G, ONE)
+    ratio_G = ones_G if ratio_G is None else ratio_G
+    if index_Q is None:
+        index_Q = torch.arange(len(row_G), device=row_G.device)
+    row_Q, _, total_Q, ratio_Q, hot_Q, one_Q = rows_at(
+        index_Q, row_G, (), total_G, ratio_G, one_hot_G, ones_G
+    )
+    target = (*rows_at(row_Q, *of_rows), total_Q, ratio_Q)
+    draft = () if q[0] is None else (*rows_at(index_Q, *q), one_Q)
+    return target, draft, hot_Q
+
+
+def _shares(value_RSv: Tensor, weighed: Sequence[Tensor], vocab_size: int) -> Tensor:
+    """[R, S, v] float64: ratio * weight / total in units of 2**-51.
+
+    `weighed`: of the R rows, peaks, floors, scales, totals and ratios.
+    """
+    peak_R, floor_R, scale_R, total_R, ratio_R = weighed
     weight_RSv = weights(value_RSv, peak_R, floor_R, scale_R, vocab_size)
     factor_R = ratio_R.double() * 0.5**SHIFT / total_R.clamp(min=1).double()
     return weight_RSv.double().mul_(factor_R[:, None, None])
@@ -201,11 +267,3 @@ def _shares(
 def _residuals(p_RSv: Tensor, q_RSv: Tensor, hot_RSv: Tensor) -> Tensor:
     """[R, S, v] int64: max(p - q, 0), truncated, in units of 2**-60; q is 1 where hot."""
     return p_RSv.sub_(q_RSv).clamp_(min=0).masked_fill_(hot_RSv, 0).to(torch.int64) << SHIFT
-
-
-for _op, _out, _more in (
-    (torch.ops.dtensor_sample.residual_mass.default, "row_segment", ""),
-    (torch.ops.dtensor_sample.residual_pick.default, "row_max", "row - row "),
-):
-    _target, _draft = "logits segment - - row row row row row", "logits row - row row row row row"
-    shard_like(_op, _out, f"{_target} {_draft} {_more}-")

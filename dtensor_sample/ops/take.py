@@ -1,9 +1,13 @@
 """Some of the rows that were weighed, in any order: what verification and reports compare."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dtensor_sample.ops.define import define
+from dtensor_sample.ops.edits import Edits
 
 
 @define("take")
@@ -34,9 +38,9 @@ def take(
     """
     exists_Q = index_Q >= 0
     at_Q = index_Q.clamp(min=0)
-    row_Q = at_Q if rows_R is None else rows_R[at_Q]
+    row_Q = row_at(index_Q, rows_R)
     return (
-        torch.where(exists_Q if wanted_Q is None else exists_Q & wanted_Q, row_Q, -1),
+        row_Q if wanted_Q is None else torch.where(wanted_Q, row_Q, -1),
         peak_R[at_Q],
         floor_R[at_Q],
         scale_R[at_Q],
@@ -68,3 +72,18 @@ def _(
         index_Q.new_empty(Q),
         index_Q.new_empty(Q),
     )
+
+
+def row_at(index_Q: Tensor, rows_R: Tensor | None) -> Tensor:
+    """[Q] int64: where row `index` of each lies among the logits; -1 for -1."""
+    at_Q = index_Q.clamp(min=0)
+    return torch.where(index_Q >= 0, at_Q if rows_R is None else rows_R[at_Q], -1)
+
+
+def rows_at(
+    index_Q: Tensor, rows_R: Tensor | None, edits: Sequence[Tensor], *fields: Tensor
+) -> tuple[Any, ...]:
+    """Rows, edits and fields [R, ...] of row `index` for each of Q; no row for -1."""
+    at_Q = index_Q.clamp(min=0)
+    own = Edits(*edits).at(at_Q) if edits else ()
+    return row_at(index_Q, rows_R), own, *(field_R[at_Q] for field_R in fields)

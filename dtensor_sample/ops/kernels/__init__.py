@@ -16,6 +16,7 @@ _MODULES = {
     "arrange": "judge",
     "chain": "judge",
     "confidence": "confidence",
+    "eligible": "judge",
     "emit": "judge",
     "histogram": "histogram",
     "join_peaks": "rows",
@@ -27,8 +28,8 @@ _MODULES = {
     "draw": "pick",
     "peak": "passes",
     "pick": "pick",
+    "recover": "pick",
     "residual_mass": "residual",
-    "residual_pick": "pick",
     "row_params": "rows",
     "shortlist": "largest",
     "sift": "largest",
@@ -37,7 +38,6 @@ _MODULES = {
     "tally": "tally",
     "top": "top",
     "uniform": "rows",
-    "usable": "judge",
     "weigh": "whole",
 }
 """In which module of this package the kernel of each op is, under the op's name."""

@@ -27,10 +27,7 @@ def _arrange_kernel(
     token_ptr,  # out: [Q, K] int64
     place_ptr,  # out: [Q, K] int64
     drawn_ptr,  # out: [Q] bool
-    listed_row_ptr,  # zeros, out: [G] int64
-    listed_token_ptr,  # -1, out: [G] int64
-    listed_hot_ptr,  # -1, out: [G] int64
-    listed_kept_ptr,  # -1, out: [G] int64
+    list_ptr,  # -1, out: [4, G] int64
     rows,  # R
     K,
     size,  # G
@@ -59,56 +56,58 @@ def _arrange_kernel(
     tl.store(token_ptr + request * K + lane, token, mask=lane < K)
     tl.store(place_ptr + request * K + lane, place, mask=lane < K)
     tl.store(drawn_ptr + request, steps > 0)
-    tl.store(listed_row_ptr + place, row, mask=exists)
-    tl.store(listed_token_ptr + place, token, mask=exists)
-    tl.store(listed_hot_ptr + place, tl.where(steps > 0, -1, token), mask=exists)
-    tl.store(listed_kept_ptr + place, kept, mask=exists)
+    listed = list_ptr + place
+    tl.store(listed, row, mask=exists)
+    tl.store(listed + size, token, mask=exists)
+    tl.store(listed + 2 * size, tl.where(steps > 0, -1, token), mask=exists)
+    tl.store(listed + 3 * size, kept, mask=exists)
 
 
 @kernel
-def _usable_kernel(
+def _eligible_kernel(
     argmax_ptr,  # [R] int64
     greedy_ptr,  # [R] bool
-    row_ptr,  # [Q, J] int64
-    count_ptr,  # [Q] int64
-    token_ptr,  # [Q, K] int64
-    place_ptr,  # [Q, K] int64
-    usable_ptr,  # out: [Q, K] bool
-    listed_ptr,  # zeros, out: [G] bool
-    exact_ptr,  # out: [Q] int64
-    K,
+    mass_ptr,  # [R, P, C] int64
+    row_stride,
+    segment_stride,
+    row_ptr,  # [G] int64
+    token_ptr,  # [G] int64
+    judged_ptr,  # out: [G] int64
+    total_ptr,  # out: [G] int64
     size,  # G
+    parts,  # P * C
     vocab_size,
-    LANES: tl.constexpr,  # K, rounded up to a power of two
+    PARTS: tl.constexpr,  # C, or 1 without any
+    ALL_PARTS: tl.constexpr,  # P * C, rounded up to a power of two
+    ROWS: tl.constexpr,  # places of a program
 ):
-    """Which drafts of a request can be judged.
+    """Which drafts can be judged, and the mass of their rows.
 
-    Example: drafts [5, -1, 7] where [5, 6, 7] are likeliest: the first, and 1 is exact.
+    Example: the draft 7 beside a row of masses [4, 2] can, with a total of 6; the draft -1 cannot.
     """
-    request = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, LANES)
-    there = lane < K
-    row = tl.load(row_ptr + request * (K + 1) + lane, mask=there, other=0)
-    argmax = tl.load(argmax_ptr + row, mask=there, other=-1)
-    token = tl.load(token_ptr + request * K + lane, mask=there, other=-1)
-    place = tl.load(place_ptr + request * K + lane, mask=there, other=0)
-    exists = there & (lane + 1 < tl.load(count_ptr + request))
-    usable = exists & (token >= 0) & (token < vocab_size) & (argmax >= 0)
-    tl.store(exact_ptr + request, _leading(usable & (token == argmax), lane, K))
-    greedy = tl.load(greedy_ptr + tl.load(row_ptr + request * (K + 1))) != 0
-    usable = usable & (greedy == 0)
-    tl.store(usable_ptr + request * K + lane, usable, mask=there)
-    tl.store(listed_ptr + place, usable, mask=there & (place < size))
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = place < size
+    row = tl.load(row_ptr + place, mask=exists, other=-1)
+    token = tl.load(token_ptr + place, mask=exists, other=-1)
+    exists = exists & (row >= 0)
+    known = exists & (token >= 0) & (token < vocab_size)
+    known = known & (tl.load(argmax_ptr + row, mask=exists, other=-1) >= 0)
+    known = known & (tl.load(greedy_ptr + row, mask=exists, other=1) == 0)
+    part = tl.arange(0, ALL_PARTS)[None, :]
+    entry = (part // PARTS).to(tl.int64) * segment_stride + part % PARTS
+    wanted = exists[:, None] & (part < parts)
+    mass = tl.load(mass_ptr + row[:, None] * row_stride + entry, mask=wanted, other=0)
+    tl.store(judged_ptr + place, tl.where(known, row, -1), mask=place < size)
+    tl.store(total_ptr + place, tl.sum(mass, 1), mask=place < size)
 
 
 @kernel
 def _odds_kernel(
-    weight_ptr,  # [G, N] int64
-    row_stride,
-    column_stride,
+    row_ptr,  # [G] int64
+    weight_ptr,  # [G] int64
     total_ptr,  # [G] int64
-    draft_total_ptr,  # [G] int64, or unused
-    usable_ptr,  # [Q, K] bool
+    draft_weight_ptr,  # [G] int64, or unused
+    draft_total_ptr,  # [G] int64, likewise
     drawn_ptr,  # [Q] bool
     place_ptr,  # [Q, K] int64
     target_ptr,  # out: [Q, K] int64
@@ -128,13 +127,13 @@ def _odds_kernel(
     at = request * K + lane
     place = tl.load(place_ptr + at, mask=there, other=0)
     exists = there & (place < size)
-    usable = tl.load(usable_ptr + at, mask=there, other=0) != 0
-    weight = tl.load(weight_ptr + place * row_stride, mask=exists, other=0)
+    usable = tl.load(row_ptr + place, mask=exists, other=-1) >= 0
+    weight = tl.load(weight_ptr + place, mask=exists, other=0)
     target = _probability(weight, tl.load(total_ptr + place, mask=exists, other=1))
     draft = tl.full([LANES], _ONE, tl.int64)
     if draft_total_ptr is not None:
         drawn = tl.load(drawn_ptr + request) != 0
-        weight = tl.load(weight_ptr + place * row_stride + column_stride, mask=exists, other=0)
+        weight = tl.load(draft_weight_ptr + place, mask=exists, other=0)
         total = tl.load(draft_total_ptr + place, mask=exists, other=0)
         draft = tl.where(drawn, _probability(weight, total), draft)
         usable = usable & ((drawn == 0) | (total > 0))
@@ -180,19 +179,24 @@ def _accept_kernel(
     target_ptr,  # [Q, K] int64
     draft_ptr,  # [Q, K] int64
     joint_ptr,  # [Q, K] int64, or unused
-    spare_ptr,  # [G] int64, likewise
+    spare_ptr,  # [G, P, C] int64, likewise
+    row_stride,
+    segment_stride,
     limit_ptr,  # [Q] int64
     row_ptr,  # [Q, J] int64
     place_ptr,  # [Q, K] int64
     seed_ptr,  # [R] int64
     position_ptr,  # [R] int64
+    greedy_ptr,  # [R] bool
     accepted_ptr,  # out: [Q] int64
-    refused_ptr,  # out: [Q] bool
-    last_row_ptr,  # out: [Q] int64
     last_place_ptr,  # out: [Q] int64
+    last_row_ptr,  # out: [Q] int64
     uniform_ptr,  # out: [Q] int64
     K,
     size,  # G
+    parts,  # P * C
+    PARTS: tl.constexpr,  # C
+    ALL_PARTS: tl.constexpr,  # P * C, rounded up to a power of two
     LANES: tl.constexpr,  # K, rounded up to a power of two
 ):
     """Coins of a request's drafts.
@@ -212,7 +216,11 @@ def _accept_kernel(
         joint = tl.load(joint_ptr + at, mask=there, other=0)
         following = there & (lane + 1 < K)
         place = tl.load(place_ptr + at + 1, mask=following, other=0)
-        after = tl.load(spare_ptr + place, mask=following & (place < size), other=0)
+        part = tl.arange(0, ALL_PARTS)[None, :]
+        entry = (part // PARTS).to(tl.int64) * segment_stride + part % PARTS
+        wanted = (following & (place < size))[:, None] & (part < parts)
+        spare = spare_ptr + place[:, None] * row_stride + entry
+        after = tl.sum(tl.load(spare, mask=wanted, other=0), 1)
         whole = after + (_ONE - joint)
         within = (_scaled(coin, whole) < after) | (whole == 0)
         passed = tl.where(lane + 1 == limit, _scaled(coin, zeros + _ONE) < joint, within)
@@ -226,18 +234,18 @@ def _accept_kernel(
     place = tl.load(place_ptr + request * K + tl.minimum(accepted, K - 1))
     stream = tl.where(refused, _RECOVERY, _TARGET)
     uniform = counted(zeros + seed, zeros + start + accepted, zeros, zeros + stream)
+    last = tl.load(row_ptr + request * (K + 1) + accepted)
+    last = tl.where(tl.load(greedy_ptr + first) != 0, -1, last)
     tl.store(accepted_ptr + request, accepted)
-    tl.store(refused_ptr + request, refused)
-    tl.store(last_row_ptr + request, tl.load(row_ptr + request * (K + 1) + accepted))
-    tl.store(last_place_ptr + request, tl.where(refused, place, 0))
+    tl.store(last_place_ptr + request, tl.where(refused, place, -1))
+    tl.store(last_row_ptr + request, last)
     tl.store(uniform_ptr + request, tl.max(uniform, 0))
 
 
 @kernel
 def _emit_kernel(
-    accepted_ptr,  # [Q] int64
-    token_ptr,  # [Q] int64
-    exact_ptr,  # [Q] int64
+    accepted_ptr,  # [Q] int64, or unused: all requests are greedy
+    token_ptr,  # [Q] int64, likewise
     argmax_ptr,  # [R] int64
     nans_ptr,  # [R] int64
     greedy_ptr,  # [R] bool
@@ -256,16 +264,22 @@ def _emit_kernel(
     lane = tl.arange(0, LANES)
     rows = row_ptr + request * (K + 1)
     count = tl.load(count_ptr + request)
-    greedy = tl.load(greedy_ptr + tl.load(rows)) != 0
-    exact, drawn = tl.load(exact_ptr + request), tl.load(accepted_ptr + request)
-    accepted = tl.where(greedy, exact, drawn)
-    likeliest = tl.load(argmax_ptr + tl.load(rows + accepted))
-    token = tl.where(greedy, likeliest, tl.load(token_ptr + request))
-    draft = tl.load(draft_ptr + request * K + lane, mask=lane < K, other=-1)
-    tokens = tl.where(lane < accepted, draft, -1)
-    tokens = tl.where(lane == accepted, token, tokens)
     own = (lane <= K) & (lane < count)
     row = tl.load(rows + lane, mask=own, other=0)
+    draft = tl.load(draft_ptr + request * K + lane, mask=lane < K, other=-1)
+    exact = own & (lane + 1 < count) & (draft >= 0)
+    exact = exact & (tl.load(argmax_ptr + row, mask=own, other=-1) == draft)
+    accepted = _leading(exact, lane, K)
+    if accepted_ptr is not None:
+        greedy = tl.load(greedy_ptr + tl.load(rows)) != 0
+        accepted = tl.where(greedy, accepted, tl.load(accepted_ptr + request))
+    likeliest = tl.load(argmax_ptr + tl.load(rows + accepted))
+    token = likeliest
+    if token_ptr is not None:
+        greedy = tl.load(greedy_ptr + tl.load(rows)) != 0
+        token = tl.where(greedy, likeliest, tl.load(token_ptr + request))
+    tokens = tl.where(lane < accepted, draft, -1)
+    tokens = tl.where(lane == accepted, token, tokens)
     nans = tl.sum(tl.load(nans_ptr + row, mask=own, other=0), 0)
     failed = (likeliest < 0).to(tl.int64)
     result = result_ptr + request * (K + 5)
@@ -306,15 +320,14 @@ def arrange(
     one_hot_B: Tensor | None,
     draft_BK: Tensor,
     size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The kernel of `ops.arrange`."""
     Q, K, R = begin_Q1.shape[0] - 1, draft_BK.shape[1], request_R.shape[0]
     row_QJ, count_Q = draft_BK.new_empty((Q, K + 1)), draft_BK.new_empty(Q)
     token_QK, place_QK = (draft_BK.new_empty((Q, K)) for _ in range(2))
     drawn_Q = draft_BK.new_empty(Q, dtype=torch.bool)
-    row_G = draft_BK.new_zeros(size)
-    token_G, one_hot_G, kept_G = (draft_BK.new_full((size,), -1) for _ in range(3))
-    laid = (row_QJ, count_Q, token_QK, place_QK, drawn_Q, row_G, token_G, one_hot_G, kept_G)
+    list_4G = draft_BK.new_full((4, size), -1)
+    laid = (row_QJ, count_Q, token_QK, place_QK, drawn_Q, list_4G)
     if Q > 0:
         _arrange_kernel[(Q,)](
             begin_Q1.contiguous(),
@@ -333,45 +346,46 @@ def arrange(
     return laid
 
 
-def usable(
+def eligible(
     argmax_R: Tensor,
     greedy_R: Tensor,
-    row_QJ: Tensor,
-    count_Q: Tensor,
-    token_QK: Tensor,
-    place_QK: Tensor,
-    size: int,
+    mass_RPC: Tensor,
+    row_G: Tensor,
+    token_G: Tensor,
     vocab_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel of `ops.usable`."""
-    Q, K = token_QK.shape
-    usable_QK = token_QK.new_empty((Q, K), dtype=torch.bool)
-    listed_G, exact_Q = usable_QK.new_zeros(size), token_QK.new_empty(Q)
-    if Q > 0:
-        _usable_kernel[(Q,)](
+) -> tuple[Tensor, Tensor]:
+    """The kernel of `ops.eligible`."""
+    judged_G, total_G = row_G.new_empty(row_G.shape), row_G.new_empty(row_G.shape)
+    (size,), (P, C), places = row_G.shape, mass_RPC.shape[1:], 4
+    if C > 0 and mass_RPC.stride(2) != 1:
+        mass_RPC = mass_RPC.contiguous()
+    if size > 0:
+        _eligible_kernel[(triton.cdiv(size, places),)](
             argmax_R.contiguous(),
             greedy_R.contiguous(),
-            row_QJ.contiguous(),
-            count_Q.contiguous(),
-            token_QK.contiguous(),
-            place_QK.contiguous(),
-            usable_QK,
-            listed_G,
-            exact_Q,
-            K,
+            mass_RPC,
+            *mass_RPC.stride()[:2],
+            row_G.contiguous(),
+            token_G.contiguous(),
+            judged_G,
+            total_G,
             size,
+            P * C,
             vocab_size,
-            LANES=triton.next_power_of_2(K),
+            PARTS=max(C, 1),
+            ALL_PARTS=triton.next_power_of_2(max(P * C, 1)),
+            ROWS=places,
             num_warps=1,
         )
-    return usable_QK, listed_G, exact_Q
+    return judged_G, total_G
 
 
 def odds(
-    weight_GN: Tensor,
+    row_G: Tensor,
+    weight_G: Tensor,
     total_G: Tensor,
+    draft_weight_G: Tensor | None,
     draft_total_G: Tensor | None,
-    usable_QK: Tensor,
     drawn_Q: Tensor,
     place_QK: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -381,18 +395,18 @@ def odds(
     limit_Q = place_QK.new_empty(Q)
     if Q > 0:
         _odds_kernel[(Q,)](
-            weight_GN,
-            *weight_GN.stride(),
+            row_G.contiguous(),
+            weight_G.contiguous(),
             total_G.contiguous(),
+            None if draft_weight_G is None else draft_weight_G.contiguous(),
             None if draft_total_G is None else draft_total_G.contiguous(),
-            usable_QK.contiguous(),
             drawn_Q.contiguous(),
             place_QK.contiguous(),
             target_QK,
             draft_QK,
             limit_Q,
             K,
-            weight_GN.shape[0],
+            row_G.shape[0],
             LANES=triton.next_power_of_2(K),
             num_warps=1,
             enable_fp_fusion=False,
@@ -428,45 +442,51 @@ def accept(
     target_QK: Tensor,
     draft_QK: Tensor,
     joint_QK: Tensor | None,
-    spare_G: Tensor | None,
+    spare_GPC: Tensor | None,
     limit_Q: Tensor,
     row_QJ: Tensor,
     place_QK: Tensor,
     seed_R: Tensor,
     position_R: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    greedy_R: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel of `ops.accept`."""
     Q, K = place_QK.shape
-    accepted_Q, end_Q, place_Q, uniform_Q = (limit_Q.new_empty(Q) for _ in range(4))
-    refused_Q = limit_Q.new_empty(Q, dtype=torch.bool)
+    G, P, C = (1, 1, 1) if spare_GPC is None else spare_GPC.shape
+    if spare_GPC is not None and spare_GPC.stride(2) != 1:
+        spare_GPC = spare_GPC.contiguous()
+    accepted_Q, place_Q, end_Q, uniform_Q = (limit_Q.new_empty(Q) for _ in range(4))
     if Q > 0:
         _accept_kernel[(Q,)](
             target_QK.contiguous(),
             draft_QK.contiguous(),
             None if joint_QK is None else joint_QK.contiguous(),
-            None if spare_G is None else spare_G.contiguous(),
+            spare_GPC,
+            *((0, 0) if spare_GPC is None else spare_GPC.stride()[:2]),
             limit_Q.contiguous(),
             row_QJ.contiguous(),
             place_QK.contiguous(),
             seed_R.contiguous(),
             position_R.contiguous(),
+            greedy_R.contiguous(),
             accepted_Q,
-            refused_Q,
-            end_Q,
             place_Q,
+            end_Q,
             uniform_Q,
             K,
-            0 if spare_G is None else spare_G.shape[0],
+            G,
+            P * C,
+            PARTS=C,
+            ALL_PARTS=triton.next_power_of_2(P * C),
             LANES=triton.next_power_of_2(K),
             num_warps=1,
         )
-    return accepted_Q, refused_Q, end_Q, place_Q, uniform_Q
+    return accepted_Q, place_Q, end_Q, uniform_Q
 
 
 def emit(
-    accepted_Q: Tensor,
-    token_Q: Tensor,
-    exact_Q: Tensor,
+    accepted_Q: Tensor | None,
+    token_Q: Tensor | None,
     argmax_R: Tensor,
     nans_R: Tensor,
     greedy_R: Tensor,
@@ -479,9 +499,8 @@ def emit(
     result_QW = token_QK.new_empty((Q, K + 5))
     if Q > 0:
         _emit_kernel[(Q,)](
-            accepted_Q.contiguous(),
-            token_Q.contiguous(),
-            exact_Q.contiguous(),
+            None if accepted_Q is None else accepted_Q.contiguous(),
+            None if token_Q is None else token_Q.contiguous(),
             argmax_R.contiguous(),
             nans_R.contiguous(),
             greedy_R.contiguous(),

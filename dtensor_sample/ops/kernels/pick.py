@@ -10,10 +10,10 @@ from torch import Tensor
 from dtensor_sample.ops.kernels.edits import edit, edit_arguments, fetch
 from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.residual import (
-    NO_DRAFT,
-    DraftArguments,
-    draft_arguments,
-    draft_row,
+    NO_PLACES,
+    PlaceArguments,
+    place_arguments,
+    place_of,
     residual,
 )
 from dtensor_sample.ops.kernels.values import (
@@ -30,7 +30,7 @@ from dtensor_sample.ops.kernels.values import (
     weight,
 )
 from dtensor_sample.ops.parts import PARTS, part_width
-from dtensor_sample.ops.values import count_rows, weight_bits
+from dtensor_sample.ops.values import weight_bits
 
 _PARTS = tl.constexpr(PARTS)
 _BLOCK = tl.constexpr(128)
@@ -51,12 +51,18 @@ def _pick_kernel(
     sum_ptr,  # [R, P, PARTS] int64, of all parts of the vocabulary; this and uniforms if DRAWN
     row_stride,
     segment_stride,
-    uniform_ptr,  # [R] int64
+    index_ptr,  # [Q] int64, or unused: Q = R
+    uniform_ptr,  # [Q] int64
     argmax_ptr,  # [R] int64; this and what follows unused if only tokens are wanted
     nans_ptr,  # [R] int64
     greedy_ptr,  # [R] bool
-    found_ptr,  # out: [R] int64 tokens, or [R, 5] outcomes
-    total_ptr,  # this and what follows as in `residual_mass`, if RESIDUAL
+    found_ptr,  # out: [Q] int64 tokens, or [R, 5] outcomes
+    spare_ptr,  # as `sum_ptr` of places or, without OF_PLACES, of the Q; what follows if RESIDUAL
+    spare_row_stride,
+    spare_segment_stride,
+    wanted_ptr,  # [Q] int64
+    place_row_ptr,  # this and what follows as in `residual_mass`
+    total_ptr,
     ratio_ptr,
     draft_ptr,
     draft_stride_m,
@@ -70,7 +76,7 @@ def _pick_kernel(
     one_hot_ptr,
     draft_width,
     edits,  # of `edit_arguments`
-    draft_edits,  # likewise, if RESIDUAL
+    draft_edits,  # likewise
     parts,  # P * PARTS
     first_part,  # how many of them come before those here
     segments,  # S
@@ -78,7 +84,8 @@ def _pick_kernel(
     part_columns,  # columns of a part
     vocab_size,
     DRAWN: tl.constexpr,  # whether there are sums
-    RESIDUAL: tl.constexpr,  # pick by residuals instead of weights
+    RESIDUAL: tl.constexpr,  # pick by the residuals of places where any are left
+    OF_PLACES: tl.constexpr,
     TOP: tl.constexpr,  # largest finite value of the logits' dtype
     UNIT: tl.constexpr,  # stride_v is 1
     HAS_ROWS: tl.constexpr,
@@ -94,72 +101,129 @@ def _pick_kernel(
     Example: of parts [4, 0, 2], which start at [0, 4, 4], a uniform of 2**61 points at 3, in the
     first, and one of 3 * 2**60 at 4, in the last.
     """
-    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
+    row = number
+    if index_ptr is not None:
+        row = tl.load(index_ptr + number)
     token = tl.full([], -1, tl.int64)
     if DRAWN:
         part = tl.arange(0, ALL_PARTS)
-        entry = (part // _PARTS).to(tl.int64) * segment_stride + part % _PARTS
-        sums = tl.load(sum_ptr + row * row_stride + entry, mask=part < parts, other=0)
-        # Both factors are at most 2**62: doubled, the high word of their product is the one wanted.
-        total = (tl.sum(sums, 0) << 1).to(tl.uint64, bitcast=True)
-        uniform = (tl.load(uniform_ptr + row) << 1).to(tl.uint64, bitcast=True)
-        point = tl.umulhi(uniform, total).to(tl.int64, bitcast=True)
-        starts = tl.cumsum(sums, 0) - sums
-        last = tl.max(tl.where((starts <= point) & (part < parts), part, 0), 0)
-        running = tl.sum(tl.where(part == last, starts, 0), 0)
-        place = last - first_part
-        if (place >= 0) & (place < segments * _PARTS):
-            segment = place // _PARTS
-            source = source_row(rows_ptr, row, HAS_ROWS)
-            count = segment_count(first_ptr, segment, source, width, vocab_size)
-            x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
-            begin = place % _PARTS * part_columns
-            end = tl.maximum(tl.minimum(begin + part_columns, count), begin)
-            peak = tl.load(peak_ptr + row)
-            scale = tl.load(scale_ptr + row)
-            least, lowest = row_limits(peak, tl.load(floor_ptr + row), scale)
-            target = (x, stride_v, peak, least, lowest, scale, segment * width, row)
-            draft = None
-            if RESIDUAL:
-                draft = draft_row(
-                    row, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_s,
-                    draft_rows_ptr, draft_peak_ptr, draft_floor_ptr, draft_scale_ptr,
-                    draft_total_ptr, one_hot_ptr, draft_width, first_ptr, width, vocab_size,
+        column = part % _PARTS
+        uniform = tl.load(uniform_ptr + number)
+        if RESIDUAL:
+            place = tl.load(wanted_ptr + number)
+            if place >= 0:
+                of = number
+                if OF_PLACES:
+                    of = place
+                entry = (part // _PARTS).to(tl.int64) * spare_segment_stride + column
+                sums = tl.load(
+                    spare_ptr + of * spare_row_stride + entry, mask=part < parts, other=0
+                )
+                if tl.sum(sums, 0) > 0:
+                    chosen, running, point = _aim(sums, uniform, part, parts)
+                    chosen -= first_part
+                    if (chosen >= 0) & (chosen < segments * _PARTS):
+                        draft = place_of(
+                            place, chosen // _PARTS, total_ptr, ratio_ptr, draft_ptr,
+                            draft_stride_m, draft_stride_s, draft_rows_ptr, draft_peak_ptr,
+                            draft_floor_ptr, draft_scale_ptr, draft_total_ptr, one_hot_ptr,
+                            draft_width, first_ptr, width, vocab_size,
+                        )  # fmt: skip
+                        token = _token_of(
+                            tl.load(place_row_ptr + place), chosen, point, running,
+                            x_ptr, stride_n, stride_s, stride_v, first_ptr, rows_ptr, peak_ptr,
+                            floor_ptr, scale_ptr, draft, draft_stride_w, place, edits, draft_edits,
+                            width, part_columns, vocab_size, True, draft_ptr is not None,
+                            TOP, UNIT, HAS_ROWS, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT, TILE,
+                        )  # fmt: skip
+                    row = tl.full([], -1, tl.int64)  # it is drawn from nothing else
+        if row >= 0:
+            entry = (part // _PARTS).to(tl.int64) * segment_stride + column
+            sums = tl.load(sum_ptr + row * row_stride + entry, mask=part < parts, other=0)
+            chosen, running, point = _aim(sums, uniform, part, parts)
+            chosen -= first_part
+            if (chosen >= 0) & (chosen < segments * _PARTS):
+                token = _token_of(
+                    row, chosen, point, running,
+                    x_ptr, stride_n, stride_s, stride_v, first_ptr, rows_ptr, peak_ptr, floor_ptr,
+                    scale_ptr, None, 0, row, edits, edits, width, part_columns, vocab_size,
+                    False, False, TOP, UNIT, HAS_ROWS, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
+                    TILE,
                 )  # fmt: skip
-            column = _column_beyond(
-                target, draft, draft_stride_w, point, running, begin, end, edits, draft_edits,
-                TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT, TILE,
-            )  # fmt: skip
-            token = tl.where(column < end, tl.load(first_ptr + segment) + column, -1)
     if argmax_ptr is None:
-        tl.store(found_ptr + row, token)
+        tl.store(found_ptr + number, token)
     else:
-        argmax = tl.load(argmax_ptr + row)
+        argmax = tl.load(argmax_ptr + number)
         if DRAWN:
-            token = tl.where(tl.load(greedy_ptr + row) != 0, argmax, token)
+            token = tl.where(tl.load(greedy_ptr + number) != 0, argmax, token)
         else:
             token = argmax
         failed = (argmax < 0).to(tl.int64)
-        outcome = found_ptr + row * 5
+        outcome = found_ptr + number * 5
         tl.store(outcome, token)
         tl.store(outcome + 1, 1 - failed)
         tl.store(outcome + 2, tl.zeros_like(failed))
-        tl.store(outcome + 3, tl.load(nans_ptr + row))
+        tl.store(outcome + 3, tl.load(nans_ptr + number))
         tl.store(outcome + 4, failed)
 
 
 @triton.jit
-def _column_beyond(
-    target, draft, draft_stride, point, running, begin, end, edits, draft_edits,
-    TOP: tl.constexpr, UNIT: tl.constexpr, DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr,
+def _aim(sums, uniform, part, parts):
+    """The part that a uniform number points at, the sum of those before it, and the point."""
+    # Both factors are at most 2**62: doubled, the high word of their product is the one wanted.
+    total = (tl.sum(sums, 0) << 1).to(tl.uint64, bitcast=True)
+    point = tl.umulhi((uniform << 1).to(tl.uint64, bitcast=True), total).to(tl.int64, bitcast=True)
+    starts = tl.cumsum(sums, 0) - sums
+    last = tl.max(tl.where((starts <= point) & (part < parts), part, 0), 0)
+    return last, tl.sum(tl.where(part == last, starts, 0), 0), point
+
+
+@triton.jit
+def _token_of(
+    row, part, point, running,
+    x_ptr, stride_n, stride_s, stride_v, first_ptr, rows_ptr, peak_ptr, floor_ptr, scale_ptr,
+    draft, draft_stride, place, edits, draft_edits, width, part_columns, vocab_size,
+    RESIDUAL: tl.constexpr, DRAFTED: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr,
+    HAS_ROWS: tl.constexpr, DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr,
     unit_bits, EXACT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The token of a row in one of the parts here that the point lies in, or -1.
+
+    Args:
+        draft, draft_stride, place: see `_amounts`.
+        running: the sum of all before the part.
+    """
+    segment = part // _PARTS
+    source = source_row(rows_ptr, row, HAS_ROWS)
+    count = segment_count(first_ptr, segment, source, width, vocab_size)
+    x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
+    begin = part % _PARTS * part_columns
+    end = tl.maximum(tl.minimum(begin + part_columns, count), begin)
+    peak = tl.load(peak_ptr + row)
+    scale = tl.load(scale_ptr + row)
+    least, lowest = row_limits(peak, tl.load(floor_ptr + row), scale)
+    target = (x, stride_v, peak, least, lowest, scale, segment * width, row)
+    column = _column_beyond(
+        target, draft, draft_stride, place, point, running, begin, end, edits, draft_edits,
+        RESIDUAL, DRAFTED, TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT, TILE,
+    )  # fmt: skip
+    return tl.where(column < end, tl.load(first_ptr + segment) + column, -1)
+
+
+@triton.jit
+def _column_beyond(
+    target, draft, draft_stride, place, point, running, begin, end, edits, draft_edits,
+    RESIDUAL: tl.constexpr, DRAFTED: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr,
+    DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """The first column from `begin` to `end` at which the running sum exceeds the point, or `end`.
 
     Block by block, then token by token in the block that holds the point.
 
     Args:
-        target, draft, draft_stride: see `_amounts`.
+        target, draft, draft_stride, place: see `_amounts`.
         running: the sum of all before `begin`.
     """
     block = tl.arange(0, TILE // _BLOCK)
@@ -168,8 +232,8 @@ def _column_beyond(
     before = running
     for step in range(0, end - begin, TILE):
         amount = _amounts(
-            column + step, end, target, draft, draft_stride, edits, draft_edits,
-            TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
+            column + step, end, target, draft, draft_stride, place, edits, draft_edits,
+            RESIDUAL, DRAFTED, TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
         )  # fmt: skip
         sums = tl.sum(amount, 1)
         beyond = running + tl.cumsum(sums, 0)
@@ -179,8 +243,8 @@ def _column_beyond(
         running += tl.sum(sums, 0)
     columns = first + tl.arange(0, _BLOCK)
     amounts = _amounts(
-        columns, end, target, draft, draft_stride, edits, draft_edits,
-        TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
+        columns, end, target, draft, draft_stride, place, edits, draft_edits,
+        RESIDUAL, DRAFTED, TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
     )  # fmt: skip
     found = (before + tl.cumsum(amounts, 0) > point) & (columns < end)
     return tl.min(tl.where(found, columns, end), 0)
@@ -188,27 +252,29 @@ def _column_beyond(
 
 @triton.jit
 def _amounts(
-    column, end, target, draft, draft_stride, edits, draft_edits,
-    TOP: tl.constexpr, UNIT: tl.constexpr, DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr,
-    unit_bits, EXACT: tl.constexpr,
+    column, end, target, draft, draft_stride, place, edits, draft_edits,
+    RESIDUAL: tl.constexpr, DRAFTED: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr,
+    DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The int64 weights of columns before `end`, or with a draft the residuals; 0 from there on.
+    """The int64 weights of columns before `end`, or if RESIDUAL the residuals; 0 from there on.
 
     Args:
         target: a pointer to column 0, the stride between columns, peak, limits, scale, what columns
             of the segment follow, and the row.
-        draft: what `draft_row` tells, or None.
+        draft: what `place_of` tells, if RESIDUAL.
         draft_stride: between its columns.
+        place: which one that is.
+        DRAFTED: whether any draft has logits.
     """
     x, stride, peak, least, lowest, scale, base, row = target
     there = column < end
-    if draft is not None:
+    if RESIDUAL:
         factor, draft_x, left, hot, draft_peak, draft_least, _, draft_scale, draft_factor = draft
         values = fetch(x, column, stride, there, there, base, row, edits, TOP, UNIT)
         amount = residual(
             values, column, peak, least, scale, factor, draft_x, draft_stride, left, hot,
-            draft_peak, draft_least, draft_scale, draft_factor, base, row, draft_edits,
-            DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
+            draft_peak, draft_least, draft_scale, draft_factor, base, place, draft_edits,
+            DRAFTED, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
         )  # fmt: skip
     else:
         quick = False
@@ -235,8 +301,9 @@ def _lookup_kernel(
     peak_ptr,  # [R] float32
     floor_ptr,  # [R] float32
     scale_ptr,  # [R] float32
-    token_ptr,  # [R] int64
-    weight_ptr,  # out: [R] int64
+    index_ptr,  # [G] int64, or unused: G = R
+    token_ptr,  # [G] int64
+    weight_ptr,  # out: [G] int64
     edits,  # of `edit_arguments`
     segments,  # S
     width,  # v
@@ -248,9 +315,13 @@ def _lookup_kernel(
     ALL_SEGMENTS: tl.constexpr,  # S, rounded up to a power of two
 ):
     """The weight of one token of a row: of the segment that has its id, if any."""
-    row = tl.program_id(0).to(tl.int64)
-    source = source_row(rows_ptr, row, HAS_ROWS)
-    token = tl.load(token_ptr + row)
+    number = tl.program_id(0).to(tl.int64)
+    row = number
+    if index_ptr is not None:
+        row = tl.load(index_ptr + number)
+    source = tl.where(row < 0, -1, source_row(rows_ptr, tl.maximum(row, 0), HAS_ROWS))
+    row = tl.maximum(row, 0)
+    token = tl.load(token_ptr + number)
     segment = tl.arange(0, ALL_SEGMENTS)
     first = tl.load(first_ptr + segment, mask=segment < segments, other=0)
     column = token - first
@@ -264,7 +335,7 @@ def _lookup_kernel(
     scale = tl.load(scale_ptr + row)
     least, _ = row_limits(peak, tl.load(floor_ptr + row), scale)
     weights = integer_weight(x, peak, least, scale, unit_bits, EXACT)
-    tl.store(weight_ptr + row, tl.sum(weights, 0))
+    tl.store(weight_ptr + number, tl.sum(weights, 0))
 
 
 def pick(
@@ -277,14 +348,15 @@ def pick(
     scale_R: Tensor,
     mass_RPC: Tensor,
     first_segment: int,
-    uniform_R: Tensor,
+    index_Q: Tensor | None,
+    uniform_Q: Tensor,
     vocab_size: int,
 ) -> Tensor:
     """The kernel of `ops.pick`."""
     row = (x_NSv, first_id_S, rows_R, edits, peak_R, floor_R, scale_R)
-    token_R = first_id_S.new_empty(count_rows(x_NSv, rows_R))
-    _pick(row, (mass_RPC, first_segment, uniform_R), None, None, token_R, vocab_size)
-    return token_R
+    token_Q = uniform_Q.new_empty(uniform_Q.shape)
+    _pick(row, (mass_RPC, first_segment, index_Q, uniform_Q), token_Q, vocab_size)
+    return token_Q
 
 
 def draw(
@@ -305,13 +377,14 @@ def draw(
 ) -> Tensor:
     """The kernel of `ops.draw`."""
     row = (x_NSv, first_id_S, rows_R, edits, peak_R, floor_R, scale_R)
-    outcome_R5 = first_id_S.new_empty((count_rows(x_NSv, rows_R), 5))
+    outcome_R5 = argmax_R.new_empty((argmax_R.shape[0], 5))
     told = (argmax_R, nans_R, greedy_R)
-    _pick(row, (mass_RPC, first_segment, uniform_R), told, None, outcome_R5, vocab_size)
+    drawn = (mass_RPC, first_segment, None, uniform_R)
+    _pick(row, drawn, outcome_R5, vocab_size, told=told)
     return outcome_R5
 
 
-def residual_pick(
+def recover(
     x_NSv: Tensor,
     first_id_S: Tensor,
     rows_R: Tensor | None,
@@ -319,49 +392,70 @@ def residual_pick(
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
-    total_R: Tensor,
-    ratio_R: Tensor,
-    draft_MSw: Tensor,
-    draft_rows_R: Tensor,
+    row_G: Tensor,
+    total_G: Tensor,
+    ratio_G: Tensor | None,
+    draft_MSw: Tensor | None,
+    draft_rows_G: Tensor | None,
     draft_edits: Sequence[Tensor],
-    draft_peak_R: Tensor,
-    draft_floor_R: Tensor,
-    draft_scale_R: Tensor,
-    draft_total_R: Tensor,
-    one_hot_R: Tensor,
-    spare_RPC: Tensor,
+    draft_peak_G: Tensor | None,
+    draft_floor_G: Tensor | None,
+    draft_scale_G: Tensor | None,
+    draft_total_G: Tensor | None,
+    one_hot_G: Tensor,
+    mass_RPC: Tensor,
+    spare_XPC: Tensor,
+    of_places: bool,
+    place_Q: Tensor,
+    end_Q: Tensor,
     first_segment: int,
-    uniform_R: Tensor,
+    uniform_Q: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    """The kernel of `ops.residual_pick`."""
+    """The kernel of `ops.recover`."""
     row = (x_NSv, first_id_S, rows_R, edits, peak_R, floor_R, scale_R)
-    of_draft = draft_arguments(
-        total_R, ratio_R, draft_MSw, draft_rows_R, draft_edits, draft_peak_R, draft_floor_R,
-        draft_scale_R, draft_total_R, one_hot_R, first_id_S, x_NSv.shape[2],
+    places = place_arguments(
+        row_G, total_G, ratio_G, draft_MSw, draft_rows_G, draft_edits, draft_peak_G, draft_floor_G,
+        draft_scale_G, draft_total_G, one_hot_G, first_id_S, x_NSv.shape[2],
     )  # fmt: skip
-    token_R = first_id_S.new_empty(count_rows(x_NSv, rows_R))
-    _pick(row, (spare_RPC, first_segment, uniform_R), None, of_draft, token_R, vocab_size)
-    return token_R
+    token_Q = uniform_Q.new_empty(uniform_Q.shape)
+    drawn = (mass_RPC, first_segment, end_Q, uniform_Q)
+    spare = (_by_parts(spare_XPC), of_places, place_Q)
+    _pick(row, drawn, token_Q, vocab_size, spare=spare, places=places)
+    return token_Q
+
+
+def _by_parts(sum_RPC: Tensor) -> Tensor:
+    """Sums of which the parts of a segment lie side by side."""
+    return sum_RPC.contiguous() if sum_RPC.shape[2] > 0 and sum_RPC.stride(2) != 1 else sum_RPC
 
 
 def _pick(
     row: tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor, Tensor],
-    drawn: tuple[Tensor, int, Tensor],
-    told: tuple[Tensor, Tensor, Tensor] | None,
-    draft: DraftArguments | None,
+    drawn: tuple[Tensor, int, Tensor | None, Tensor],
     found: Tensor,
     vocab_size: int,
+    *,
+    told: tuple[Tensor, Tensor, Tensor] | None = None,
+    spare: tuple[Tensor, bool, Tensor] | None = None,
+    places: PlaceArguments = NO_PLACES,
 ) -> None:
-    """Write to `found` tokens, or if argmax, NaN counts and greedy rows are given, outcomes."""
+    """Write to `found` tokens, or outcomes.
+
+    Args:
+        row: the leading arguments of `ops.pick`.
+        drawn: masses of all parts, which segment is the first one here, and for each number which
+            row it is for, and the number.
+        told: argmax, NaN count and whether it is greedy of each row, if outcomes are wanted.
+        spare: residuals of all parts, of all places or of those wanted, and the places wanted.
+    """
     x_NSv, first_id_S, rows_R, edits, *of_row = row
-    sum_RPC, first_segment, uniform_R = drawn
-    (_, S, v), R, (P, C) = x_NSv.shape, found.shape[0], sum_RPC.shape[1:]
-    if C > 0 and sum_RPC.stride(2) != 1:
-        sum_RPC = sum_RPC.contiguous()
-    bits = weight_bits(vocab_size)
-    if R > 0:
-        _pick_kernel[(R,)](
+    mass_RPC, first_segment, index_Q, uniform_Q = drawn
+    sum_RPC, (P, C) = _by_parts(mass_RPC), mass_RPC.shape[1:]
+    spare_XPC, of_places, place_Q = (None, False, None) if spare is None else spare
+    (_, S, v), bits = x_NSv.shape, weight_bits(vocab_size)
+    if found.shape[0] > 0:
+        _pick_kernel[(found.shape[0],)](
             x_NSv,
             *x_NSv.stride(),
             first_id_S,
@@ -369,12 +463,16 @@ def _pick(
             *(x_R.contiguous() for x_R in of_row),
             sum_RPC,
             *sum_RPC.stride()[:2],
-            uniform_R.contiguous(),
+            None if index_Q is None else index_Q.contiguous(),
+            uniform_Q.contiguous(),
             *((None, None, None) if told is None else (x_R.contiguous() for x_R in told)),
             found,
-            *(NO_DRAFT if draft is None else draft).values,
+            spare_XPC,
+            *((0, 0) if spare_XPC is None else spare_XPC.stride()[:2]),
+            None if place_Q is None else place_Q.contiguous(),
+            *places.values,
             edit_arguments(edits, first_id_S),
-            (NO_DRAFT if draft is None else draft).edits,
+            places.edits,
             P * C,
             first_segment * C,
             S,
@@ -382,12 +480,13 @@ def _pick(
             part_width(v),
             vocab_size,
             DRAWN=C > 0,
-            RESIDUAL=draft is not None,
+            RESIDUAL=spare is not None,
+            OF_PLACES=of_places,
             TOP=torch.finfo(x_NSv.dtype).max,
             UNIT=x_NSv.stride(2) == 1,
             HAS_ROWS=rows_R is not None,
-            DRAFT_TOP=0.0 if draft is None else draft.top,
-            DRAFT_UNIT=draft is not None and draft.unit,
+            DRAFT_TOP=places.top,
+            DRAFT_UNIT=places.unit,
             unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
             ALL_PARTS=triton.next_power_of_2(max(P * C, 1)),
@@ -405,15 +504,16 @@ def lookup(
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
-    token_R: Tensor,
+    index_G: Tensor | None,
+    token_G: Tensor,
     vocab_size: int,
 ) -> Tensor:
     """The kernel of `ops.lookup`."""
-    (_, S, v), R = x_NSv.shape, count_rows(x_NSv, rows_R)
-    weight_R = first_id_S.new_empty(R)
+    (_, S, v), G = x_NSv.shape, token_G.shape[0]
+    weight_G = first_id_S.new_empty(G)
     bits = weight_bits(vocab_size)
-    if R > 0:
-        _lookup_kernel[(R,)](
+    if G > 0:
+        _lookup_kernel[(G,)](
             x_NSv,
             *x_NSv.stride(),
             first_id_S,
@@ -421,8 +521,9 @@ def lookup(
             peak_R.contiguous(),
             floor_R.contiguous(),
             scale_R.contiguous(),
-            token_R.contiguous(),
-            weight_R,
+            None if index_G is None else index_G.contiguous(),
+            token_G.contiguous(),
+            weight_G,
             edit_arguments(edits, first_id_S),
             S,
             v,
@@ -435,4 +536,4 @@ def lookup(
             num_warps=1,
             enable_fp_fusion=False,
         )
-    return weight_R
+    return weight_G

@@ -23,20 +23,20 @@ from dtensor_sample.ops.kernels.values import (
 )
 from dtensor_sample.ops.parts import PARTS, part_width
 from dtensor_sample.ops.residual import ONE, SHIFT
-from dtensor_sample.ops.values import count_rows, weight_bits
+from dtensor_sample.ops.values import weight_bits
 
 _ONE = tl.constexpr(ONE)
 _SHIFT = tl.constexpr(SHIFT)
 _UNITS = tl.constexpr(0.5 ** (SHIFT + 1))
-"""Of 2**-60 to those of factors, see `draft_row`."""
+"""Of 2**-60 to those of factors, see `place_of`."""
 _WHOLE = tl.constexpr(2.0**52)
 """Float64 numbers from here on have no bits for fractions."""
 _WARPS = 4
 _TILE = _WARPS * 32 * 8
 
 
-class DraftArguments(NamedTuple):
-    """What kernels are told about drafts."""
+class PlaceArguments(NamedTuple):
+    """What kernels are told about places and their drafts."""
 
     values: tuple[Any, ...]
     """Pointers, strides and width, as in `_residual_mass_kernel`."""
@@ -48,70 +48,83 @@ class DraftArguments(NamedTuple):
     """Of the drafts' rows, see `edit_arguments`."""
 
 
-NO_DRAFT = DraftArguments(
-    (None, None, None, 0, 0, 0, None, None, None, None, None, None, 0), 0.0, True, NO_EDITS
+NO_PLACES = PlaceArguments(
+    (None, None, None, None, 0, 0, 0, None, None, None, None, None, None, 0), 0.0, True, NO_EDITS
 )
 
 
-def draft_arguments(
-    total_R: Tensor,
-    ratio_R: Tensor,
-    draft_MSw: Tensor,
-    draft_rows_R: Tensor,
+def place_arguments(
+    row_G: Tensor,
+    total_G: Tensor,
+    ratio_G: Tensor | None,
+    draft_MSw: Tensor | None,
+    draft_rows_G: Tensor | None,
     draft_edits: Sequence[Tensor],
-    draft_peak_R: Tensor,
-    draft_floor_R: Tensor,
-    draft_scale_R: Tensor,
-    draft_total_R: Tensor,
-    one_hot_R: Tensor,
+    draft_peak_G: Tensor | None,
+    draft_floor_G: Tensor | None,
+    draft_scale_G: Tensor | None,
+    draft_total_G: Tensor | None,
+    one_hot_G: Tensor,
     first_id_S: Tensor,
     width: int,
-) -> DraftArguments:
-    """The arguments of `ops.residual_mass` about the draft, as kernels take them.
+) -> PlaceArguments:
+    """The arguments of `ops.residual_mass` about places, as kernels take them.
 
     `first_id_S`, `width`: first ids and columns of the segments of the target's.
     """
-    of_row = (draft_rows_R, draft_peak_R, draft_floor_R, draft_scale_R, draft_total_R, one_hot_R)
+    of_places = (row_G, total_G, ratio_G)
+    of_drafts = (draft_rows_G, draft_peak_G, draft_floor_G, draft_scale_G, draft_total_G)
+    x_MSw = one_hot_G[:0].view(0, 1, 0) if draft_MSw is None else draft_MSw
     values = (
-        total_R.contiguous(),
-        ratio_R.contiguous(),
+        *(x_G if x_G is None else x_G.contiguous() for x_G in of_places),
         draft_MSw,
-        draft_MSw.stride(0),
-        draft_MSw.stride(2) * width,
-        draft_MSw.stride(2),
-        *(x_R.contiguous() for x_R in of_row),
-        draft_MSw.shape[2],
+        x_MSw.stride(0),
+        x_MSw.stride(2) * width,
+        x_MSw.stride(2),
+        *(x_G if x_G is None else x_G.contiguous() for x_G in of_drafts),
+        one_hot_G.contiguous(),
+        x_MSw.shape[2],
     )
-    top, unit = torch.finfo(draft_MSw.dtype).max, draft_MSw.stride(2) == 1
-    return DraftArguments(values, top, unit, edit_arguments(draft_edits, first_id_S))
+    top = 0.0 if draft_MSw is None else torch.finfo(draft_MSw.dtype).max
+    edits = edit_arguments(draft_edits, first_id_S)
+    return PlaceArguments(values, top, x_MSw.stride(2) == 1, edits)
 
 
 @triton.jit
-def draft_row(
-    row, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_s,
+def place_of(
+    place, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_s,
     draft_rows_ptr, draft_peak_ptr, draft_floor_ptr, draft_scale_ptr, draft_total_ptr,
     one_hot_ptr, draft_width, first_ptr, width, vocab_size,
 ):  # fmt: skip
-    """What `residual` wants to know about a segment of a row.
+    """What `residual` wants to know about a segment at a place.
 
     Returns:
         The target's factor, a pointer to the draft logits beside the segment's, how many of those
         there are, the column whose token is one-hot (or any that no column has), and the draft's
         peak, limits (see `row_limits`), scale and factor. Factors are in units of 2**-50.
     """
-    total = tl.maximum(tl.load(total_ptr + row), 1).to(tl.float64)
-    factor = tl.load(ratio_ptr + row).to(tl.float64) * _UNITS / total
-    source = tl.load(draft_rows_ptr + row)
+    one = tl.full([], _ONE, tl.int64)
+    ratio = one
+    if ratio_ptr is not None:
+        ratio = tl.load(ratio_ptr + place)
+    total = tl.maximum(tl.load(total_ptr + place), 1).to(tl.float64)
+    factor = ratio.to(tl.float64) * _UNITS / total
+    hot = tl.load(one_hot_ptr + place) - tl.load(first_ptr + segment)
     segment = segment.to(tl.int64)
-    draft = draft_ptr + tl.maximum(source, 0) * draft_stride_m + segment * draft_stride_s
-    left = tl.minimum(draft_width, vocab_size - tl.load(first_ptr)) - segment * width
-    left = tl.where(source < 0, 0, tl.maximum(left, 0)).to(tl.int32)
-    hot = tl.load(one_hot_ptr + row) - tl.load(first_ptr + segment)
-    peak = tl.load(draft_peak_ptr + row)
-    scale = tl.load(draft_scale_ptr + row)
-    least, lowest = row_limits(peak, tl.load(draft_floor_ptr + row), scale)
-    draft_total = tl.maximum(tl.load(draft_total_ptr + row), 1).to(tl.float64)
-    draft_factor = tl.full([], _ONE, tl.int64).to(tl.float64) * _UNITS / draft_total
+    if draft_ptr is not None:
+        source = tl.load(draft_rows_ptr + place)
+        draft = draft_ptr + tl.maximum(source, 0) * draft_stride_m + segment * draft_stride_s
+        left = tl.minimum(draft_width, vocab_size - tl.load(first_ptr)) - segment * width
+        left = tl.where(source < 0, 0, tl.maximum(left, 0)).to(tl.int32)
+        peak = tl.load(draft_peak_ptr + place)
+        scale = tl.load(draft_scale_ptr + place)
+        least, lowest = row_limits(peak, tl.load(draft_floor_ptr + place), scale)
+        draft_total = tl.maximum(tl.load(draft_total_ptr + place), 1).to(tl.float64)
+        draft_factor = one.to(tl.float64) * _UNITS / draft_total
+    else:  # none of it is read
+        draft, left = one_hot_ptr, tl.full([], 0, tl.int32)
+        peak = tl.full([], 0.0, tl.float32)
+        least, lowest, scale, draft_factor = peak, peak, peak, factor
     return factor, draft, left, hot, peak, least, lowest, scale, draft_factor
 
 
@@ -119,17 +132,26 @@ def draft_row(
 def residual(
     values, column, peak, least, scale, factor, draft, draft_stride_w, left, hot,
     draft_peak, draft_least, draft_scale, draft_factor, base, row, draft_edits,
-    DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
+    DRAFTED: tl.constexpr, DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr,
+    unit_bits, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The int64 max(ratio * p - q, 0) of columns of a segment, given the target's clean values."""
+    """The int64 max(ratio * p - q, 0) of columns of a segment, given the target's clean values.
+
+    `row`: the draft's. DRAFTED: whether any draft has logits.
+    """
     p = share(values, peak, least, 0.0, scale, factor, "exact", unit_bits, EXACT)
-    there = column < left
-    drafted = fetch(
-        draft, column, draft_stride_w, there, there, base, row, draft_edits, DRAFT_TOP, DRAFT_UNIT
-    )
-    q = share(
-        drafted, draft_peak, draft_least, 0.0, draft_scale, draft_factor, "exact", unit_bits, EXACT
-    )
+    if DRAFTED:
+        there = column < left
+        drafted = fetch(
+            draft, column, draft_stride_w, there, there, base, row, draft_edits,
+            DRAFT_TOP, DRAFT_UNIT,
+        )  # fmt: skip
+        q = share(
+            drafted, draft_peak, draft_least, 0.0, draft_scale, draft_factor, "exact", unit_bits,
+            EXACT,
+        )  # fmt: skip
+    else:
+        q = tl.zeros_like(p)
     return tl.where(column == hot, 0, _surplus(p, q).to(tl.int64) << _SHIFT)
 
 
@@ -150,7 +172,7 @@ def _quick_sums(
 
     Args:
         p, q: of the target and of the draft a pointer to column 0, the stride between columns, and
-            peak, limits, scale and factor, see `draft_row`.
+            peak, limits, scale and factor, see `place_of`.
         begin, part_columns, count: of the item, whose columns are `in_chunks`.
         DRAFTED: whether there are draft logits beside all of them; or else beside none.
         KEEP: see `weight`.
@@ -210,20 +232,22 @@ def _residual_mass_kernel(
     peak_ptr,  # [R] float32
     floor_ptr,  # [R] float32
     scale_ptr,  # [R] float32
-    total_ptr,  # [R] int64
-    ratio_ptr,  # [R] int64
-    draft_ptr,  # [M, 1, w] the draft's logits
+    place_row_ptr,  # [G] int64
+    total_ptr,  # [G] int64
+    ratio_ptr,  # [G] int64, or unused
+    draft_ptr,  # [M, 1, w] the draft's logits; this and what follows may be unused
     draft_stride_m,
     draft_stride_s,  # of as many columns as a segment has
     draft_stride_w,
-    draft_rows_ptr,  # [R] int64
-    draft_peak_ptr,  # [R] float32
-    draft_floor_ptr,  # [R] float32
-    draft_scale_ptr,  # [R] float32
-    draft_total_ptr,  # [R] int64
-    one_hot_ptr,  # [R] int64
+    draft_rows_ptr,  # [G] int64
+    draft_peak_ptr,  # [G] float32
+    draft_floor_ptr,  # [G] float32
+    draft_scale_ptr,  # [G] float32
+    draft_total_ptr,  # [G] int64
+    one_hot_ptr,  # [G] int64
     draft_width,  # w
-    mass_ptr,  # out: [R, S, PARTS] int64
+    index_ptr,  # [Q] int64, or unused
+    mass_ptr,  # out: [Q, S, PARTS] int64
     edits,  # of `edit_arguments`
     draft_edits,  # likewise
     segments,  # S
@@ -245,8 +269,13 @@ def _residual_mass_kernel(
     Example: p [1/2, 1/2], q [1, 0] and ratio 1: the part weighs 2**59.
     """
     item = tl.program_id(0)
-    row, segment, begin = item_place(item, segments, G)
-    source = source_row(rows_ptr, row, HAS_ROWS)
+    place, segment, begin = item_place(item, segments, G)
+    place = place.to(tl.int64)
+    if index_ptr is not None:
+        place = tl.load(index_ptr + place)
+    row = tl.where(place < 0, -1, tl.load(place_row_ptr + tl.maximum(place, 0)))
+    source = tl.where(row < 0, -1, source_row(rows_ptr, tl.maximum(row, 0), HAS_ROWS))
+    place, row = tl.maximum(place, 0), tl.maximum(row, 0)
     count = segment_count(first_ptr, segment, source, width, vocab_size)
     x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
     peak = tl.load(peak_ptr + row)
@@ -255,8 +284,8 @@ def _residual_mass_kernel(
     (
         factor, draft, left, hot,
         draft_peak, draft_least, draft_lowest, draft_scale, draft_factor,
-    ) = draft_row(
-        row, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_s,
+    ) = place_of(
+        place, segment, total_ptr, ratio_ptr, draft_ptr, draft_stride_m, draft_stride_s,
         draft_rows_ptr, draft_peak_ptr, draft_floor_ptr, draft_scale_ptr, draft_total_ptr,
         one_hot_ptr, draft_width, first_ptr, width, vocab_size,
     )  # fmt: skip
@@ -270,7 +299,8 @@ def _residual_mass_kernel(
         quick = (hot < begin * part_columns) | (hot >= end)
         quick = quick & in_chunks(begin, part_columns, count, G) & is_tame(peak, scale, TOP)
         alone = quick & (left == 0)
-        drafted = quick & (left >= end) & is_tame(draft_peak, draft_scale, DRAFT_TOP)
+        if draft_ptr is not None:
+            drafted = quick & (left >= end) & is_tame(draft_peak, draft_scale, DRAFT_TOP)
     p = (x, stride_v, peak, least, lowest, scale, factor)
     q = (
         draft, draft_stride_w,
@@ -298,8 +328,8 @@ def _residual_mass_kernel(
             values = fetch(x, column + step, stride_v, wanted, wanted, base, row, edits, TOP, UNIT)
             total += residual(
                 values, column + step, peak, least, scale, factor, draft, draft_stride_w, left,
-                hot, draft_peak, draft_least, draft_scale, draft_factor, base, row, draft_edits,
-                DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
+                hot, draft_peak, draft_least, draft_scale, draft_factor, base, place, draft_edits,
+                draft_ptr is not None, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
             )  # fmt: skip
     tl.store(mass_ptr + item.to(tl.int64) * G + tl.arange(0, G), tl.sum(total, 1))
 
@@ -312,28 +342,30 @@ def residual_mass(
     peak_R: Tensor,
     floor_R: Tensor,
     scale_R: Tensor,
-    total_R: Tensor,
-    ratio_R: Tensor,
-    draft_MSw: Tensor,
-    draft_rows_R: Tensor,
+    row_G: Tensor,
+    total_G: Tensor,
+    ratio_G: Tensor | None,
+    draft_MSw: Tensor | None,
+    draft_rows_G: Tensor | None,
     draft_edits: Sequence[Tensor],
-    draft_peak_R: Tensor,
-    draft_floor_R: Tensor,
-    draft_scale_R: Tensor,
-    draft_total_R: Tensor,
-    one_hot_R: Tensor,
+    draft_peak_G: Tensor | None,
+    draft_floor_G: Tensor | None,
+    draft_scale_G: Tensor | None,
+    draft_total_G: Tensor | None,
+    one_hot_G: Tensor,
+    index_Q: Tensor | None,
     vocab_size: int,
 ) -> Tensor:
     """The kernel of `ops.residual_mass`."""
-    draft = draft_arguments(
-        total_R, ratio_R, draft_MSw, draft_rows_R, draft_edits, draft_peak_R, draft_floor_R,
-        draft_scale_R, draft_total_R, one_hot_R, first_id_S, x_NSv.shape[2],
+    places = place_arguments(
+        row_G, total_G, ratio_G, draft_MSw, draft_rows_G, draft_edits, draft_peak_G, draft_floor_G,
+        draft_scale_G, draft_total_G, one_hot_G, first_id_S, x_NSv.shape[2],
     )  # fmt: skip
-    (_, S, v), R = x_NSv.shape, count_rows(x_NSv, rows_R)
-    mass_RSC = first_id_S.new_empty((R, S, PARTS))
-    bits, G = weight_bits(vocab_size), item_parts(R, S, v)
-    if R > 0:
-        _residual_mass_kernel[(R * S * (PARTS // G),)](
+    (_, S, v), Q = x_NSv.shape, (row_G if index_Q is None else index_Q).shape[0]
+    mass_QSC = first_id_S.new_empty((Q, S, PARTS))
+    bits, G = weight_bits(vocab_size), item_parts(Q, S, v)
+    if Q > 0:
+        _residual_mass_kernel[(Q * S * (PARTS // G),)](
             x_NSv,
             *x_NSv.stride(),
             first_id_S,
@@ -341,10 +373,11 @@ def residual_mass(
             peak_R.contiguous(),
             floor_R.contiguous(),
             scale_R.contiguous(),
-            *draft.values,
-            mass_RSC,
+            *places.values,
+            None if index_Q is None else index_Q.contiguous(),
+            mass_QSC,
             edit_arguments(edits, first_id_S),
-            draft.edits,
+            places.edits,
             S,
             v,
             part_width(v),
@@ -352,8 +385,8 @@ def residual_mass(
             TOP=torch.finfo(x_NSv.dtype).max,
             UNIT=x_NSv.stride(2) == 1,
             HAS_ROWS=rows_R is not None,
-            DRAFT_TOP=draft.top,
-            DRAFT_UNIT=draft.unit,
+            DRAFT_TOP=places.top,
+            DRAFT_UNIT=places.unit,
             unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
             G=G,
@@ -361,4 +394,4 @@ def residual_mass(
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )
-    return mass_RSC
+    return mass_QSC
