@@ -118,7 +118,7 @@ def verify(
     if filters.drawn:
         judged = _judge(p, drafts, params, position_R, where, V, method)
     grid = (drafts.row_QJ, drafts.count_Q, drafts.token_QK)
-    result_QW: Tensor = ops.emit(*judged, p.argmax_R, p.nans_R, params.greedy, *grid)
+    result_QW: Tensor = ops.emit(p.argmax_R, p.nans_R, params.greedy, *grid, *judged)
     return result_QW, p
 
 

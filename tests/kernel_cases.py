@@ -436,7 +436,7 @@ def judged(device: str, generator: torch.Generator) -> Iterator[str]:
             judging = (limit_Q, row_QJ, place_QK, seed_R, position_R, greedy_R)
             accepted_Q, *_ = compare(ops.accept, p_QK, q_QK, *of_block, *judging)
             for judged in ((accepted_Q, integers(-1, V, Q)), (None, None)):
-                compare(ops.emit, *judged, argmax_R, nans_R, greedy_R, *grid)
+                compare(ops.emit, argmax_R, nans_R, greedy_R, *grid, *judged)
     yield from differing
 
 

@@ -79,7 +79,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
             *(ones_QK, ones_QK, ones_QK, torch.ones(6, 3, ops.PARTS, dtype=torch.int64)),
             *(zero_R + 1, grid[0], place_QK, zero_R, zero_R, zero_R > 0),
         ),
-        "emit": (*[zero_R] * 4, zero_R > 0, *grid[:3]),
+        "emit": (zero_R, zero_R, zero_R > 0, *grid[:3], zero_R, None),
         "residual_mass": (*residual, rows_R, V),
         "recover": (*residual, drawn[0], drawn[0], True, rows_R, rows_R, *drawn[1:], V),
         "copy": (*row[:4], V),

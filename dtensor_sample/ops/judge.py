@@ -270,25 +270,25 @@ def _(
 
 @define("emit")
 def emit(
-    accepted_Q: Tensor | None,
-    token_Q: Tensor | None,
     argmax_R: Tensor,
     nans_R: Tensor,
     greedy_R: Tensor,
     row_QJ: Tensor,
     count_Q: Tensor,
     token_QK: Tensor,
+    accepted_Q: Tensor | None,
+    token_Q: Tensor | None,
 ) -> Tensor:
     """What each request reports: its accepted drafts and the token after them.
 
     Greedy requests accept what they would have taken themselves, without coins.
 
     Args:
-        accepted_Q: [Q] int64, how many are accepted, if the request is not greedy; None: all are.
-        token_Q: [Q] int64, the token after them, -1 if it is not here; likewise.
         argmax_R, nans_R: [R] int64, see `Weighed`.
         greedy_R: [R] bool.
         row_QJ, count_Q, token_QK: see `arrange`.
+        accepted_Q: [Q] int64, how many are accepted, if the request is not greedy; None: all are.
+        token_Q: [Q] int64, the token after them, -1 if it is not here; likewise.
 
     Returns:
         [Q, K + 5] int64: J tokens or -1, then how many are emitted and rejected, NaN logits of the
@@ -311,14 +311,14 @@ def emit(
 
 @emit.register_fake
 def _(
-    accepted_Q: Tensor | None,
-    token_Q: Tensor | None,
     argmax_R: Tensor,
     nans_R: Tensor,
     greedy_R: Tensor,
     row_QJ: Tensor,
     count_Q: Tensor,
     token_QK: Tensor,
+    accepted_Q: Tensor | None,
+    token_Q: Tensor | None,
 ) -> Tensor:
     Q, J = row_QJ.shape
     return row_QJ.new_empty((Q, J + 4))

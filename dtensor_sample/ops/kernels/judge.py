@@ -244,14 +244,14 @@ def _accept_kernel(
 
 @kernel
 def _emit_kernel(
-    accepted_ptr,  # [Q] int64, or unused: all requests are greedy
-    token_ptr,  # [Q] int64, likewise
     argmax_ptr,  # [R] int64
     nans_ptr,  # [R] int64
     greedy_ptr,  # [R] bool
     row_ptr,  # [Q, J] int64
     count_ptr,  # [Q] int64
     draft_ptr,  # [Q, K] int64
+    accepted_ptr,  # [Q] int64, or unused: all requests are greedy
+    token_ptr,  # [Q] int64, likewise
     result_ptr,  # out: [Q, K + 5] int64
     K,
     LANES: tl.constexpr,  # J, rounded up to a power of two
@@ -485,28 +485,28 @@ def accept(
 
 
 def emit(
-    accepted_Q: Tensor | None,
-    token_Q: Tensor | None,
     argmax_R: Tensor,
     nans_R: Tensor,
     greedy_R: Tensor,
     row_QJ: Tensor,
     count_Q: Tensor,
     token_QK: Tensor,
+    accepted_Q: Tensor | None,
+    token_Q: Tensor | None,
 ) -> Tensor:
     """The kernel of `ops.emit`."""
     Q, K = token_QK.shape
     result_QW = token_QK.new_empty((Q, K + 5))
     if Q > 0:
         _emit_kernel[(Q,)](
-            None if accepted_Q is None else accepted_Q.contiguous(),
-            None if token_Q is None else token_Q.contiguous(),
             argmax_R.contiguous(),
             nans_R.contiguous(),
             greedy_R.contiguous(),
             row_QJ.contiguous(),
             count_Q.contiguous(),
             token_QK.contiguous(),
+            None if accepted_Q is None else accepted_Q.contiguous(),
+            None if token_Q is None else token_Q.contiguous(),
             result_QW,
             K,
             LANES=triton.next_power_of_2(K + 1),
