@@ -25,7 +25,7 @@ HISTOGRAM_COPIES = 5
 ROW_BYTES, SEARCHED_ROW_BYTES = 400, 3300
 """All else that weighing a row takes, and what searching a whole one for a threshold adds: as
 measured on GPUs."""
-LISTED_ROW_BYTES, SCANS, SCAN_BYTES = 864, 264, 4096
+LISTED_ROW_BYTES, SCANS, SCAN_BYTES = 864, 528, 4096
 """What listing a row's largest values takes beside the list; programs that do so at a time, and the
 scratch of each."""
 

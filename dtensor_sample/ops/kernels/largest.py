@@ -37,7 +37,7 @@ from dtensor_sample.ops.kernels.values import (
     row_limits,
     source_row,
 )
-from dtensor_sample.ops.kernels.whole import TILE, WARPS, programs_of, registers
+from dtensor_sample.ops.kernels.whole import programs_of
 from dtensor_sample.ops.largest import TOP_P_ONE, shortlist_fields, shortlist_integers
 from dtensor_sample.ops.parts import PARTS, part_width
 from dtensor_sample.ops.values import weight_bits
@@ -271,8 +271,9 @@ def shortlist(
     found_RSn = first_id_S.new_empty((R, S, shortlist_integers(size)))
     packed_RS2, *fields = shortlist_fields(found_RSn)
     pack_peaks(logits, part_peak_RSC, part_nans_RSC, packed_RS2)
-    blocks, most = top_RSCb.shape[3], programs_of(x_NSv.device)
-    programs = min(R * S, most)
+    blocks = top_RSCb.shape[3]
+    programs, warps, registers = programs_of(R * S, x_NSv.device)
+    steps = triton.next_power_of_2(triton.cdiv(part_width(v), blocks * CHUNK))
     if R > 0:
         _shortlist_kernel[(programs,)](
             x_NSv,
@@ -302,10 +303,10 @@ def shortlist(
             SIZE=size,
             BLOCKS=blocks,
             CHUNK=CHUNK,
-            STEPS=triton.next_power_of_2(triton.cdiv(part_width(v), blocks * CHUNK)),
-            TILE=TILE,
-            num_warps=WARPS,
-            maxnreg=registers(R * S, most),
+            STEPS=steps,
+            TILE=CHUNK * max(warps * 32, steps),
+            num_warps=warps,
+            maxnreg=registers,
             enable_fp_fusion=False,
         )
     return found_RSn

@@ -7,7 +7,7 @@ these is launched as it is: of the same types, as well aligned, with the same co
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,19 +48,22 @@ class Kernel:
         compiled[(*grid, 1, 1)[:3]](*args, *rest)
 
 
-def _kinds(args: tuple[Any, ...]) -> Iterator[object]:
+def _kinds(args: tuple[Any, ...]) -> list[object]:
     """What of arguments a kernel is compiled for."""
+    kinds: list[object] = []
     for argument in args:
-        if isinstance(argument, Tensor):
-            yield argument.dtype
-            yield argument.data_ptr() % _ALIGNMENT == 0
+        if argument is None:
+            kinds.append(None)
+        elif isinstance(argument, Tensor):
+            kinds += (argument.dtype, argument.data_ptr() % _ALIGNMENT == 0)
         elif isinstance(argument, int):
             aligned = argument % _ALIGNMENT == 0
-            yield 1 if argument == 1 else (aligned, -_INT32 <= argument < _INT32)
+            kinds.append(1 if argument == 1 else (aligned, -_INT32 <= argument < _INT32))
         elif isinstance(argument, tuple):
-            yield tuple(_kinds(argument))
+            kinds.append(tuple(_kinds(argument)))
         else:
-            yield type(argument)
+            kinds.append(type(argument))
+    return kinds
 
 
 def kernel(function: Callable[..., None]) -> Kernel:

@@ -381,11 +381,17 @@ def first_of(
 ):  # fmt: skip
     """The first column of a part that holds a value."""
     found = tl.full([TILE], _NOWHERE, tl.int32)
+    quick = False
+    if edits[0] is None:  # +inf counts as TOP
+        quick = value < TOP
     for step in range(0, part_columns, TILE):
         column = part * part_columns + step + tl.arange(0, TILE)
-        values = fetch(
-            x, column, stride_v, column < width, column < count, base, row, edits, TOP, UNIT
-        )
+        if quick:
+            values = load(x, column, stride_v, column < count, UNIT)
+        else:
+            values = fetch(
+                x, column, stride_v, column < width, column < count, base, row, edits, TOP, UNIT
+            )
         found = tl.minimum(found, tl.where(values == value, column, _NOWHERE))
     return tl.min(found, 0)
 

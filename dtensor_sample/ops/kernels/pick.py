@@ -34,7 +34,8 @@ from dtensor_sample.ops.values import weight_bits
 
 _PARTS = tl.constexpr(PARTS)
 _BLOCK = tl.constexpr(128)
-_TILE = 4096
+_MANY = 512
+"""So many programs keep the chip busy, and do best with few threads each."""
 
 
 @kernel
@@ -454,6 +455,7 @@ def _pick(
     sum_RPC, (P, C) = _by_parts(mass_RPC), mass_RPC.shape[1:]
     spare_XPC, of_places, place_Q = (None, False, None) if spare is None else spare
     (_, S, v), bits = x_NSv.shape, weight_bits(vocab_size)
+    warps = 4 if found.shape[0] >= _MANY else 8
     if found.shape[0] > 0:
         _pick_kernel[(found.shape[0],)](
             x_NSv,
@@ -490,8 +492,8 @@ def _pick(
             unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
             ALL_PARTS=triton.next_power_of_2(max(P * C, 1)),
-            TILE=min(_TILE, max(128, triton.next_power_of_2(part_width(v)))),
-            num_warps=8,
+            TILE=min(512 * warps, max(128, triton.next_power_of_2(part_width(v)))),
+            num_warps=warps,
             enable_fp_fusion=False,
         )
 

@@ -55,8 +55,6 @@ _INF = tl.constexpr(float("inf"))
 _TOP_P_ONE = tl.constexpr(TOP_P_ONE)
 _LISTED = tl.constexpr(LISTED)
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
-WARPS = 8
-TILE = WARPS * 32 * CHUNK
 
 
 @kernel
@@ -267,8 +265,8 @@ def weigh(
         second_pass(logits, (part_peak_RSC, part_nans_RSC, min_p_R, scale_R), found)
     if top_RSCb is not None and (filter_top_k or not filter_top_p_alone) and R > 0:
         bits, blocks = weight_bits(vocab_size), top_RSCb.shape[3]
-        most = programs_of(x_NSv.device)
-        programs = min(R, most)
+        programs, warps, registers = programs_of(R, x_NSv.device)
+        steps = triton.next_power_of_2(triton.cdiv(part_width(v), blocks * CHUNK))
         list_Pb = first_id_S.new_empty((programs, S * PARTS * blocks), dtype=torch.int32)
         token_P2n = first_id_S.new_empty((programs, 2, LISTED), dtype=torch.int32)
         _whole_kernel[(programs,)](
@@ -311,10 +309,10 @@ def weigh(
             ALL_BLOCKS=triton.next_power_of_2(S * PARTS * blocks),
             BLOCKS=blocks,
             CHUNK=CHUNK,
-            STEPS=triton.next_power_of_2(triton.cdiv(part_width(v), blocks * CHUNK)),
-            TILE=TILE,
-            num_warps=WARPS,
-            maxnreg=registers(R, most),
+            STEPS=steps,
+            TILE=CHUNK * max(warps * 32, steps),
+            num_warps=warps,
+            maxnreg=registers,
             enable_fp_fusion=False,
         )
     if top_RSCb is not None and filter_top_p_alone:
@@ -323,13 +321,15 @@ def weigh(
     return found
 
 
-def programs_of(device: torch.device) -> int:
-    """Programs that take row after row, as many as run at a time."""
+def programs_of(rows: int, device: torch.device) -> tuple[int, int, int | None]:
+    """Programs that take row after row, warps of each, and registers of a thread at most.
+
+    As many as run at a time. Where there are more rows than multiprocessors, several programs
+    share one, of fewer warps each and of registers that all of them have, though some are spilled.
+    """
     if device.type != "cuda":
-        return 2
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def registers(rows: int, programs: int) -> int | None:
-    """At most so many a thread, so that two programs fit where one does; some are spilled."""
-    return 128 if 2 * rows > programs else None
+        return min(rows, 2), 8, None
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if rows <= processors:
+        return rows, 8, None
+    return min(rows, 4 * processors), 4, 128
