@@ -332,4 +332,4 @@ def programs_of(rows: int, device: torch.device) -> tuple[int, int, int | None]:
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if rows <= processors:
         return rows, 8, None
-    return min(rows, 4 * processors), 4, 128
+    return min(rows, 4 * processors), 4, 128 if rows > 3 * processors else None
