@@ -22,12 +22,11 @@ COLLECTIVES = ("all_to_all", "all_gather", "all_reduce")
 KERNELS = ("weigh", "filter", "nucleus", "histogram", "largest", "judge")
 HISTOGRAM_COPIES = 5
 """Of a row's histogram, at a time."""
-ROW_BYTES, SEARCHED_ROW_BYTES = 400, 3300
-"""All else that weighing a row takes, and what searching a whole one for a threshold adds: as
-measured on GPUs."""
-LISTED_ROW_BYTES, SCANS, SCAN_BYTES = 864, 528, 4096
-"""What listing a row's largest values takes beside the list; programs that do so at a time, and the
-scratch of each."""
+ROW_BYTES, SEARCHED_ROW_BYTES, LISTED_ROW_BYTES = 224, 3100, 1312
+"""All else that weighing a row takes, what searching a whole one for a threshold adds, and what
+listing a row's largest values takes beside the list: as measured on GPUs."""
+SCANS, SEARCH_BYTES, SCAN_BYTES = 528, 5100, 4096
+"""Programs that take row after row at a time, and the scratch of each that searches, or lists."""
 
 
 class Op(NamedTuple):
@@ -311,6 +310,7 @@ def _scratch(exchange: Exchange, rows: int, filters: Filters) -> int:
         most = max(most, HISTOGRAM_COPIES * BINS * INTEGER_BYTES)
     elif searched:
         most += SEARCHED_ROW_BYTES
+        return rows * (ROW_BYTES + most) + min(rows, SCANS) * SEARCH_BYTES
     return rows * (ROW_BYTES + P * 2 * INTEGER_BYTES + most)  # and packed peaks
 
 
