@@ -372,6 +372,63 @@ def test_refusals(ranks):
     assert min(tokens) >= 0
 
 
+def like_the_latest(mesh) -> tuple[list[str], list[list[int]], list[list[int]]]:
+    """What is said to bad calls with the plan of the latest good one; tokens of calls like it."""
+    state, said, found = state_of(mesh), [], []
+    sampler = Sampler(state)
+    step = GraphedStep(
+        lambda plan, rows: sampler(shard_vocab(plan.select(rows), mesh), plan),
+        state,
+        capacities=[2],
+    )
+    rows = torch.randn(2, V, generator=torch.Generator().manual_seed(1)).to(mesh.device_type)
+    plan = step.plan([0, 1])
+
+    def after_another() -> None:
+        state.remove(1)
+        state.add(1, SamplingParams(seed=9))
+        step(plan, rows)
+
+    for attempt in (
+        lambda: step(plan, shard_vocab(rows, mesh)),
+        lambda: step(plan, rows.tolist()),  # type: ignore[arg-type]
+        lambda: step(plan, rows[:1]),
+        lambda: step(plan, rows[0, 0]),
+        after_another,
+    ):
+        found.append(step(plan, rows).token_ids[:, 0].tolist())
+        try:
+            attempt()
+        except ValueError as refused:
+            said.append(str(refused))
+    plan = step.plan([0, 1])
+    found += [step(plan, given).token_ids[:, 0].tolist() for given in (rows, rows, rows.half())]
+    alone, wanted = state_of(mesh), []
+    for number in range(8):
+        if number == 5:
+            alone.remove(1)
+            alone.add(1, SamplingParams(seed=9))
+        plan = BatchSharder(alone).plan([0, 1])
+        given = rows.half() if number == 7 else rows
+        output = Sampler(alone)(shard_vocab(plan.select(given), mesh), plan)
+        wanted.append(output.token_ids[:, 0].tolist())
+    return said, found, wanted
+
+
+@worlds("cpu:1", "cuda:1")
+def test_a_call_like_the_latest(ranks):
+    """Catches checks that are skipped for a call that is not like the latest one."""
+    said, found, wanted = ranks.run(like_the_latest)[0]
+    assert [text.split(", got")[0].split(" to ")[0] for text in said] == [
+        "tensors[0] must be a plain tensor",
+        "tensors[0] must be a plain tensor",
+        "tensors[0] must have 2",
+        "tensors[0] must have 2",
+        "plan must be made after the request in slot 1 was added",
+    ]
+    assert found == wanted
+
+
 def short_of_rows(mesh, form: str) -> list[object]:
     """Tokens, or what is said, when a step of two rows a request is given fewer now and then."""
     state = SamplingState(mesh, vocab_size=V, max_num_reqs=4, num_speculative_tokens=1, seed=0)
