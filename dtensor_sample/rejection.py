@@ -37,7 +37,7 @@ METHODS = ("standard", "block")
 class Drafts(NamedTuple):
     """Draft tokens of the Q requests here, up to K each: as a grid, and as a list of G.
 
-    See `ops.arrange` for all but the last field.
+    See `ops.lay_out` for all but the last field.
     """
 
     row_QJ: Tensor
@@ -85,10 +85,11 @@ class Places(NamedTuple):
 
     def weights(self, token_G: Tensor, where: Exchange, V: int) -> tuple[Tensor, Tensor | None]:
         """[G] int64: the weight of a token of each place under p, and under q if there is one."""
-        weights = [ops.lookup(*self.p.args, self.row_G, token_G, V)]
-        if self.q is not None:
-            weights.append(ops.lookup(*self.q.args, None, token_G, V))
-        p_G, q_G, *_ = (*where.totals(*weights), None)
+        p_G = ops.lookup(*self.p.args, self.row_G, token_G, V)
+        if self.q is None:
+            return where.total(p_G), None
+        q_G = ops.lookup(*self.q.args, None, token_G, V)
+        p_G, q_G = where.totals(p_G, q_G)
         return p_G, q_G
 
     def spare(self, index_Q: Tensor | None, where: Exchange, V: int) -> Tensor:
@@ -144,7 +145,8 @@ def _judge(
         counters = (params.seed[first_Q], position_R[first_Q], torch.zeros_like(first_Q))
         uniform_Q = ops.uniform(*counters, TARGET)
         end_Q = torch.where(params.greedy[first_Q], -1, first_Q)
-        return first_Q * 0, ops.pick(*p.args, p.mass_RPC, here, end_Q, uniform_Q, V)
+        token_Q = ops.pick(*p.args, p.mass_RPC, here, end_Q, uniform_Q, V)
+        return torch.zeros_like(first_Q), token_Q
 
     # How many drafts can be accepted at all, and how many are.
     rows = (p.argmax_R, params.greedy, p.mass_RPC)
@@ -304,7 +306,7 @@ class RejectionSampler:
         if one_hot_B != [steps == 0 for steps in plan.draft_steps]:  # some are not to be read
             one_hot = torch.tensor(one_hot_B).to(drafts_BK.device, non_blocking=True)
         of_rows = (plan.row_requests, plan.row_draft_rows, plan.row_draft_steps)
-        laid = ops.arrange(plan.local_cu_num_logits, *of_rows, one_hot, drafts_BK, size)
+        laid = ops.lay_out(plan.local_cu_num_logits, *of_rows, one_hot, drafts_BK, size)
         row_QJ, count_Q, token_QK, place_QK, drawn_Q, list_4G = laid
         row_G, token_G, one_hot_G, kept_G = list_4G.unbind()
         q = None

@@ -418,7 +418,7 @@ def judged(device: str, generator: torch.Generator) -> Iterator[str]:
     spare_GPC = (units(3, G, ops.PARTS) >> 6).transpose(0, 1)
     for hot in (None, integers(0, 2, Q) == 0):
         laid = compare(
-            ops.arrange, begin_Q1, request_R, integers(-1, 9, R) * 5, integers(0, K + 1, R),
+            ops.lay_out, begin_Q1, request_R, integers(-1, 9, R) * 5, integers(0, K + 1, R),
             hot, integers(-1, V + 1, Q, K), G,
         )  # fmt: skip
         row_QJ, count_Q, token_QK, place_QK, drawn_Q, (row_G, token_G, *_) = laid

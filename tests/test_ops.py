@@ -71,7 +71,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
             *(0, 2),
         ),
         "uniform": (zero_R, zero_R, zero_R, 0),
-        "arrange": (zero_R, torch.zeros(5, dtype=torch.int64), *[zero_R] * 2, None, ones_QK, 3),
+        "lay_out": (zero_R, torch.zeros(5, dtype=torch.int64), *[zero_R] * 2, None, ones_QK, 3),
         "eligible": (zero_R, zero_R > 0, drawn[0], rows_R, zero_R, V),
         "odds": (*[six_G] * 5, zero_R > 0, place_QK),
         "chain": (ones_QK, ones_QK, place_QK, 6),

@@ -18,8 +18,8 @@ from dtensor_sample.ops.uniform import uniform
 from dtensor_sample.random import COIN, RECOVERY, TARGET, scaled
 
 
-@define("arrange")
-def arrange(
+@define("lay_out")
+def lay_out(
     begin_Q1: Tensor,
     request_R: Tensor,
     draft_row_R: Tensor,
@@ -66,7 +66,7 @@ def arrange(
     return row_QJ, count_Q, token_QK, place_QK, drawn_Q, list_4G
 
 
-@arrange.register_fake
+@lay_out.register_fake
 def _(
     begin_Q1: Tensor,
     request_R: Tensor,
@@ -98,7 +98,7 @@ def eligible(
         argmax_R: [R] int64, the likeliest token of each row, -1 where it has none.
         greedy_R: [R] bool.
         mass_RPC: [R, P, PARTS] int64, see `Weighed`.
-        row_G, token_G: of the lists of `arrange`.
+        row_G, token_G: of the lists of `lay_out`.
         vocab_size: V.
 
     Returns:
@@ -140,7 +140,7 @@ def odds(
         weight_G: [G] int64, the weights of listed drafts under the target.
         draft_weight_G, draft_total_G: [G] int64, those under the draft, and of all its tokens;
             None: all drafts are one-hot.
-        drawn_Q, place_QK: see `arrange`.
+        drawn_Q, place_QK: see `lay_out`.
 
     Returns:
         [Q, K] int64 probabilities under the target, 0 where there is no draft, and under the draft,
@@ -180,7 +180,7 @@ def chain(
 
     Args:
         target_QK, draft_QK: [Q, K] int64, probabilities of the drafted tokens in units of 2**-60.
-        place_QK, size: see `arrange`.
+        place_QK, size: see `lay_out`.
 
     Returns:
         [Q, K] int64, r_1 to r_K in the same units; q = 0 gives 1 where p > 0, and 0 where p = 0.
@@ -221,7 +221,7 @@ def accept(
         joint_QK: joint ratios for block verification, see `chain`; None: each draft is accepted
             with probability min(1, p / q), up to the first that is not.
         spare_GPC: with them, [G, P, PARTS] int64, the residual of each listed draft.
-        row_QJ, place_QK: see `arrange`.
+        row_QJ, place_QK: see `lay_out`.
         seed_R: [R] int64.
         position_R: [R] int64, of the token that each row emits.
         greedy_R: [R] bool.
@@ -286,7 +286,7 @@ def emit(
     Args:
         argmax_R, nans_R: [R] int64, see `Weighed`.
         greedy_R: [R] bool.
-        row_QJ, count_Q, token_QK: see `arrange`.
+        row_QJ, count_Q, token_QK: see `lay_out`.
         accepted_Q: [Q] int64, how many are accepted, if the request is not greedy; None: all are.
         token_Q: [Q] int64, the token after them, -1 if it is not here; likewise.
 

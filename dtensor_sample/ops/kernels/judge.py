@@ -15,7 +15,7 @@ _COIN, _RECOVERY, _TARGET = (tl.constexpr(stream) for stream in (COIN, RECOVERY,
 
 
 @kernel
-def _arrange_kernel(
+def _lay_out_kernel(
     begin_ptr,  # [Q + 1] int64
     request_ptr,  # [R] int64
     draft_row_ptr,  # [R] int64
@@ -312,7 +312,7 @@ def _scaled(uniform, total):
     return tl.umulhi(doubled[0], doubled[1]).to(tl.int64, bitcast=True)
 
 
-def arrange(
+def lay_out(
     begin_Q1: Tensor,
     request_R: Tensor,
     draft_row_R: Tensor,
@@ -321,7 +321,7 @@ def arrange(
     draft_BK: Tensor,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The kernel of `ops.arrange`."""
+    """The kernel of `ops.lay_out`."""
     Q, K, R = begin_Q1.shape[0] - 1, draft_BK.shape[1], request_R.shape[0]
     row_QJ, count_Q = draft_BK.new_empty((Q, K + 1)), draft_BK.new_empty(Q)
     token_QK, place_QK = (draft_BK.new_empty((Q, K)) for _ in range(2))
@@ -329,7 +329,7 @@ def arrange(
     list_4G = draft_BK.new_full((4, size), -1)
     laid = (row_QJ, count_Q, token_QK, place_QK, drawn_Q, list_4G)
     if Q > 0:
-        _arrange_kernel[(Q,)](
+        _lay_out_kernel[(Q,)](
             begin_Q1.contiguous(),
             request_R.contiguous(),
             draft_row_R.contiguous(),
