@@ -7,15 +7,18 @@ chosen before Triton is imported, hence a process of its own: see test_kernels.p
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partialmethod
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from dtensor_sample import ops, weigh
+from dtensor_sample.ops.define import Op
 from dtensor_sample.ops.edits import Edits
 from dtensor_sample.ops.kernels import launcher
 from dtensor_sample.ops.peak import pack_value
@@ -175,15 +178,23 @@ def params(R: int, V: int, *, top_k: bool, top_p: bool, seed: int = 0) -> tuple[
     )
 
 
-def mismatches(case: Case, device: str) -> Iterator[str]:
-    """Names of the results in which a kernel differs from its twin, which runs on the CPU."""
+@contextmanager
+def twins() -> Iterator[None]:
+    """Ops run their twins, on GPUs too."""
+    with patch.object(Op, "__call__", lambda self, *args: self._function(*args)):
+        yield
+
+
+def mismatches(case: Case, device: str, *, beside: str = "cpu") -> Iterator[str]:
+    """Names of the results in which a kernel differs from its twin, which runs on `beside`."""
 
     def compare(name: str, op, *args) -> list[Tensor]:
-        wanted = op(*map(on_cpu, args))
+        with twins():
+            wanted = op(*(moved(argument, beside) for argument in args))
         got = (op if device == "cuda" else launcher(op.name))(*args)
         results = [got] if isinstance(got, Tensor) else list(got)
         pairs = zip(results, [wanted] if isinstance(wanted, Tensor) else wanted, strict=True)
-        different.extend(name for g, w in pairs if not torch.equal(g.cpu(), w))
+        different.extend(name for g, w in pairs if not torch.equal(g.cpu(), w.cpu()))
         return results
 
     different: list[str] = []
@@ -267,12 +278,12 @@ def mismatches(case: Case, device: str) -> Iterator[str]:
     yield from (f"{name} in {case}" for name in different)
 
 
-def on_cpu(argument: object) -> object:
-    """Tensors, and lists of them, on the CPU."""
+def moved(argument: object, device: str) -> object:
+    """Tensors, and lists of them, on a device."""
     if isinstance(argument, Tensor):
-        return argument.cpu()
+        return argument.to(device)
     if isinstance(argument, tuple):
-        return [on_cpu(a) for a in argument]
+        return [moved(a, device) for a in argument]
     return argument
 
 

@@ -52,7 +52,16 @@ REAL_CASES = (
 @pytest.mark.parametrize("case", REAL_CASES, ids=str)
 def test_kernels_on_a_gpu(case):
     """Catches what only a compiler does: contraction, approximate functions, races."""
-    assert list(mismatches(case, "cuda")) == []
+    assert list(mismatches(case, "cuda", beside="cuda")) == []
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.timeout(600)
+def test_kernels_on_a_gpu_beside_a_cpu():
+    """Catches numbers of GPUs that are not those of CPUs; small, as a CPU takes long."""
+    small = replace(SMALL, S=2, v=4099, V=8190, layout="buffer")
+    assert list(mismatches(small, "cuda")) == []
 
 
 @pytest.mark.gpu
@@ -70,7 +79,7 @@ def test_kernels_on_a_gpu(case):
 def test_items_of_several_parts_on_a_gpu(case, monkeypatch):
     """Catches parts that end early and take columns after them, in items as many rows have them."""
     monkeypatch.setattr("dtensor_sample.ops.kernels.passes._ENOUGH_ITEMS", 1)
-    assert list(mismatches(case, "cuda")) == []
+    assert list(mismatches(case, "cuda", beside="cuda")) == []
 
 
 @pytest.mark.gpu
