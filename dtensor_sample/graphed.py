@@ -10,6 +10,7 @@ agree on it without talking.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -122,6 +123,26 @@ class _Kind:
     graph: _Graph | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What a step was called with, once that was checked: the next one is often like it."""
+
+    plan: ShardPlan | tuple[ShardPlan, ...]
+    versions: tuple[int, int]
+    """Of the state and of its tables of edits."""
+    tensors: list[object]
+    """Types, shapes and dtypes."""
+    kind: _Kind
+
+    def like(self, plan: object, versions: tuple[int, int], tensors: list[object]) -> bool:
+        """Whether a call needs no other check, and is of the same kind."""
+        if isinstance(plan, tuple) and isinstance(self.plan, tuple):
+            same = len(plan) == len(self.plan) and all(map(is_, plan, self.plan))
+        else:
+            same = plan is self.plan
+        return same and versions == self.versions and tensors == self.tensors
+
+
 class GraphedStep:
     """Runs a function of a plan and tensors as CUDA graphs, one for each kind of step.
 
@@ -175,8 +196,7 @@ class GraphedStep:
         self.max_graphs = check.integer("max_graphs", max_graphs, 1)
         self._kinds: dict[Hashable, _Kind] = {}
         """The one taken last is the last one."""
-        self._latest: tuple[tuple[object, ...], _Kind] | None = None
-        """What the latest call was, once that was checked, and of which kind."""
+        self._latest: _Call | None = None
         self._captures = state.device.type == "cuda" and not state.debug
         self._pool: Any = None
 
@@ -228,10 +248,13 @@ class GraphedStep:
             ValueError: names the argument; before any collective, and on every rank alike if
                 arguments are equal on all; otherwise use debug mode.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self(plan, *tensors)
-        made = self._kind_of(plan, tensors)
+        if not torch.is_grad_enabled():  # to turn it off takes time
+            return self._run(plan, tensors)
+        with torch.no_grad():
+            return self._run(plan, tensors)
+
+    def _run(self, plan: ShardPlan | tuple[ShardPlan, ...], tensors: tuple[Tensor, ...]) -> Any:
+        made = self._checked(plan, tensors)
         if made is None:
             return self.fn(plan, *tensors)
         several = isinstance(plan, tuple)
@@ -254,15 +277,21 @@ class GraphedStep:
             made.graph.heads[B] = _head(made.graph.output, lanes, B)
         return made.graph.heads[B]
 
-    def _kind_of(
+    def _checked(
         self, plan: ShardPlan | tuple[ShardPlan, ...], tensors: tuple[Tensor, ...]
     ) -> _Kind | None:
-        """Of a step that is called with these, which are checked; None: it has no request."""
+        """Check what a step is called with, unless it is like the latest one.
+
+        Returns:
+            Its kind, from now on the one that was taken last; None: it has no request.
+        """
         versions = self.state.version, self.state.slot_edits.version
-        given = [(type(t), getattr(t, "shape", None), getattr(t, "dtype", None)) for t in tensors]
-        called = plan, versions, given  # equal plans are the same
-        if self._latest is not None and self._latest[0] == called and not self.state.debug:
-            return self._latest[1]
+        told: list[object] = [
+            (type(t), t.shape, t.dtype) if isinstance(t, Tensor) else None for t in tensors
+        ]
+        latest = None if self.state.debug else self._latest  # in debug mode, ranks always compare
+        if latest is not None and latest.like(plan, versions, told):
+            return latest.kind
         several, error = isinstance(plan, tuple), None
         plans = plan if isinstance(plan, tuple) else (plan,)
         plans = tuple(check_plan(each, self.state) for each in plans)
@@ -282,7 +311,7 @@ class GraphedStep:
         self._kinds[kind] = made
         if len(self._kinds) > self.max_graphs:
             del self._kinds[next(iter(self._kinds))]
-        self._latest = called, made
+        self._latest = _Call(plan, versions, told, made)
         return made
 
     @property

@@ -466,13 +466,19 @@ class ShardPlan:
     def deliver(self, result_QW: Tensor) -> SamplerOutput:
         """What `draw` or `verify` yield for the requests here -> the output of the step.
 
-        Positions of the state advance by num_sampled, unless they were given.
+        Positions of the state advance by num_sampled, unless they were given or `finish` does it.
         """
         tokens, src_B = self.state.num_speculative_tokens + 1, self.gathered_src_indices
         settled_TW = self._settled(result_QW)
-        moving = self.state.padded_positions if self.positions is None else None
+        at_once = self.positions is None and not self._moves_last
+        moving = self.state.padded_positions if at_once else None
         fields = ops.deliver(settled_TW, src_B, tokens, self.batch_slots, moving)
         return SamplerOutput(*fields)
+
+    @property
+    def _moves_last(self) -> bool:
+        """Whether the step does more between `deliver` and `finish`, which may fail."""
+        return self.wants.logprobs or self.needs.edited
 
     def _settled(self, result_QW: Tensor) -> Tensor:
         """Results of the requests of all ranks, in the order of their owners."""
@@ -480,8 +486,10 @@ class ShardPlan:
         return self.exchange.settle(result_QW[:capacity], [capacity] * self.state.axis.size)
 
     def finish(self, output: SamplerOutput) -> None:
-        """Note what was emitted: it counts, and drafts are used."""
+        """Note what was emitted: it counts, positions advance, and drafts are used."""
         self.state.slot_edits.emit(self, output.token_ids, output.num_sampled)
+        if self.positions is None and self._moves_last:
+            self.state.padded_positions.index_add_(0, self.batch_slots, output.num_sampled)
         self.state.on_host(self, forget_drafts)
 
     def cost(

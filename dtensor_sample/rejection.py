@@ -258,7 +258,7 @@ class RejectionSampler:
                 width,
                 drafts_BK=drafts_BK,
                 count_R=count_R,
-                index_G=drafts.row_G.clamp(min=0),
+                index_G=drafts.row_G.clamp(min=0),  # of padding any row
             )
             drafts = drafts._replace(q=drafts.q._replace(logits=q_logits))
         filters = plan.filters

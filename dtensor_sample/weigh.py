@@ -48,6 +48,7 @@ class Weighed(NamedTuple):
     def total_R(self) -> Tensor:
         """int64, the weight of each row: at most 2**62, 0 where it has no token."""
         mass_RG = self.mass_RPC.flatten(1)
+        # Of draft logits the sum of all parts is kept.
         return mass_RG[:, 0] if mass_RG.shape[1] == 1 else mass_RG.sum(1)
 
     def read(self, ids_RI: Tensor, where: Exchange, vocab_size: int) -> Tensor:

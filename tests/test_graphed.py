@@ -394,6 +394,8 @@ def like_the_latest(mesh) -> tuple[list[str], list[list[int]], list[list[int]]]:
         lambda: step(plan, rows.tolist()),  # type: ignore[arg-type]
         lambda: step(plan, rows[:1]),
         lambda: step(plan, rows[0, 0]),
+        lambda: step(np.array([1, 2]), rows),  # type: ignore[arg-type]
+        lambda: step((plan, np.array([1, 2])), rows),  # type: ignore[arg-type]
         after_another,
     ):
         found.append(step(plan, rows).token_ids[:, 0].tolist())
@@ -404,12 +406,12 @@ def like_the_latest(mesh) -> tuple[list[str], list[list[int]], list[list[int]]]:
     plan = step.plan([0, 1])
     found += [step(plan, given).token_ids[:, 0].tolist() for given in (rows, rows, rows.half())]
     alone, wanted = state_of(mesh), []
-    for number in range(8):
-        if number == 5:
+    for number in range(10):
+        if number == 7:
             alone.remove(1)
             alone.add(1, SamplingParams(seed=9))
         plan = BatchSharder(alone).plan([0, 1])
-        given = rows.half() if number == 7 else rows
+        given = rows.half() if number == 9 else rows
         output = Sampler(alone)(shard_vocab(plan.select(given), mesh), plan)
         wanted.append(output.token_ids[:, 0].tolist())
     return said, found, wanted
@@ -424,6 +426,8 @@ def test_a_call_like_the_latest(ranks):
         "tensors[0] must be a plain tensor",
         "tensors[0] must have 2",
         "tensors[0] must have 2",
+        "plan must be a ShardPlan",
+        "plan must be a ShardPlan",
         "plan must be made after the request in slot 1 was added",
     ]
     assert found == wanted

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -540,3 +541,32 @@ def test_compiled_steps_tell_the_same(ranks):
         for (ids, told), (wanted_ids, wanted_told) in zip(got, wanted, strict=True):
             assert torch.equal(ids, wanted_ids)
             same(told, wanted_told)
+
+
+def refused_to_tell(mesh) -> tuple[list[int], list[int], list[int]]:
+    """Positions after a step that failed as it told of tokens; tokens then, and without it."""
+    positions: list[int] = []
+    tokens, V = [], 9
+    logits = torch.randn(2, V, generator=torch.Generator().manual_seed(3)).to(mesh.device_type)
+    for fails in (True, False):
+        state = SamplingState(mesh, vocab_size=V, max_num_reqs=2, seed=0)
+        for slot in range(2):
+            state.add(slot, SamplingParams(logprobs=1))
+        plan, sampler = BatchSharder(state).plan([0, 1]), Sampler(state)
+        if fails:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("dtensor_sample.sampler.report", Mock(side_effect=MemoryError))
+                with pytest.raises(MemoryError):
+                    sampler(shard_vocab(logits, mesh), plan)
+            positions = state.positions.tolist()
+        output = sampler(shard_vocab(logits, mesh), plan)
+        tokens.append(output.token_ids[:, 0].tolist())
+    return positions, tokens[0], tokens[1]
+
+
+@worlds("cpu:2")
+def test_a_step_that_fails_to_tell_moves_nothing(ranks):
+    """Catches positions that have moved on when a step fails after its tokens were drawn."""
+    for positions, after, alone in ranks.run(refused_to_tell):
+        assert positions == [0, 0]
+        assert after == alone

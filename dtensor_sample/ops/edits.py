@@ -48,21 +48,24 @@ class Edits(NamedTuple):
 
     @staticmethod
     def none(rows: int, device: torch.device) -> "Edits":
-        """Edits of rows of which none is edited; where there are no counts, rates mean nothing."""
-        ids = torch.empty((rows, 0), dtype=torch.int64, device=device)
+        """Edits of rows of which none is edited; where there are no counts, rates mean nothing.
+
+        No tensor is there twice: the compiler would guard that, and torch 2.13 fails to say so.
+        """
         number_R = torch.arange(rows, device=device)
-        absent_R = torch.full_like(number_R, -1)
-        counts = torch.empty((0, 0), dtype=torch.int32, device=device)
+        table_E, mask_E = (torch.full_like(number_R, -1) for _ in range(2))
+        drafts_EK, banned_EB = (number_R.new_empty((rows, 0)) for _ in range(2))
+        counts_MW, mask_GX = (number_R.new_empty((0, 0), dtype=torch.int32) for _ in range(2))
         return Edits(
             row_R=number_R,
-            table_E=absent_R,
+            table_E=table_E,
             rates_E3=torch.ones((rows, 3), device=device),
-            drafts_EK=ids,
-            banned_EB=ids,
-            mask_E=absent_R,
-            bias_MW=counts.float(),
-            counts_MW=counts,
-            mask_GX=counts,
+            drafts_EK=drafts_EK,
+            banned_EB=banned_EB,
+            mask_E=mask_E,
+            bias_MW=number_R.new_empty((0, 0), dtype=torch.float32),
+            counts_MW=counts_MW,
+            mask_GX=mask_GX,
             mask_id_1=number_R.new_zeros(1),
         )
 

@@ -102,8 +102,8 @@ def eligible(
         vocab_size: V.
 
     Returns:
-        [G] int64, the row of each that can be, else -1; and [G] int64, the mass of its row, 0
-        without one.
+        [G] int64, the row of each that can be, else -1; and [G] int64, the mass of the row that
+        `row_G` names, whether its draft can be judged or not, 0 for padding.
     """
     at_G, known_G = row_G.clamp(min=0), (token_G >= 0) & (token_G < vocab_size)
     known_G &= (row_G >= 0) & (argmax_R[at_G] >= 0) & ~greedy_R[at_G]
@@ -287,7 +287,8 @@ def emit(
         argmax_R, nans_R: [R] int64, see `Weighed`.
         greedy_R: [R] bool.
         row_QJ, count_Q, token_QK: see `lay_out`.
-        accepted_Q: [Q] int64, how many are accepted, if the request is not greedy; None: all are.
+        accepted_Q: [Q] int64, how many are accepted, if the request is not greedy; None: all
+            requests are.
         token_Q: [Q] int64, the token after them, -1 if it is not here; likewise.
 
     Returns:
