@@ -117,3 +117,9 @@ def test_every_op_is_checked() -> None:
 def test_opcheck(name: str) -> None:
     """Catches fakes of another shape or dtype, and outputs that alias inputs."""
     opcheck(getattr(torch.ops.dtensor_sample, name).default, arguments()[name])
+
+
+def test_edits_hold_no_tensor_twice() -> None:
+    """Catches what makes torch 2.13 fail as it compiles a verifier again, for other arguments."""
+    edits = Edits.none(3, torch.device("cpu"))
+    assert len(set(map(id, edits))) == len(edits)
