@@ -87,8 +87,9 @@ def residual_mass(
     segments, width = x_NSv.shape[1:]
     rows_Q, own, *weighed = target
     p_QSv = _shares(values(x_NSv, first_id_S, rows_Q, own, vocab_size), weighed, vocab_size)
-    q_QSv = torch.zeros_like(p_QSv)
-    if draft_MSw is not None:
+    if draft_MSw is None:
+        q_QSv = torch.zeros_like(p_QSv)
+    else:
         rows_Q, own, *weighed = draft
         draft_QSw = values(draft_MSw, first_id_S[:1], rows_Q, own, vocab_size)
         q_QW = _shares(draft_QSw, weighed, vocab_size).flatten(1)
@@ -184,8 +185,9 @@ def recover(
     rows_Q, own, *weighed = target
     value_Q1W, id_Q1W = values_at(x_NSv, first_id_S, rows_Q, own, *at)
     p_Q1W = _shares(value_Q1W, weighed, vocab_size)
-    q_Q1W = torch.zeros_like(p_Q1W)
-    if draft_MSw is not None:
+    if draft_MSw is None:
+        q_Q1W = torch.zeros_like(p_Q1W)
+    else:
         at = (torch.zeros_like(segment_QW), segment_QW * width + column_QW, vocab_size)
         rows_Q, own, *weighed = draft
         draft_Q1W, _ = values_at(draft_MSw, first_id_S[:1], rows_Q, own, *at)
