@@ -321,11 +321,12 @@ def numbers(device: str) -> Iterator[str]:
     generator = torch.Generator().manual_seed(0)
     seed, position = torch.randint(-(1 << 63), (1 << 63) - 1, (2, 300), generator=generator)
     offset = torch.randint(0, 1 << 32, (300,), generator=generator)
-    for op, args in (*((ops.uniform, (seed, position, offset, stream)) for stream in range(5)),):
-        run = op if device == "cuda" else launcher(op.name)
-        got = run(*(a.to(device) if isinstance(a, Tensor) else a for a in args))
-        if not torch.equal(got.cpu(), op(*args)):
-            yield op.name
+    counters = (seed, position, offset)
+    for stream in range(5):
+        run = ops.uniform if device == "cuda" else launcher("uniform")
+        got = run(*(a.to(device) for a in counters), stream)
+        if not torch.equal(got.cpu(), ops.uniform(*counters, stream)):
+            yield "uniform"
     yield from few_numbers(device, generator)
     yield from stored(device, generator)
     yield from judged(device, generator)

@@ -13,6 +13,8 @@ from dtensor_sample import ops, weigh
 from tests.kernel_cases import KINDS, SMALL, drafted, mismatches, numbers, params
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found 0")
+BESIDE = pytest.mark.parametrize("beside", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)])
+"""Where the twins of kernels run: a CPU takes minutes for rows of full size."""
 
 
 @pytest.mark.slow
@@ -49,19 +51,11 @@ REAL_CASES = (
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.timeout(600)
+@BESIDE
 @pytest.mark.parametrize("case", REAL_CASES, ids=str)
-def test_kernels_on_a_gpu(case):
+def test_kernels_on_a_gpu(case, beside):
     """Catches what only a compiler does: contraction, approximate functions, races."""
-    assert list(mismatches(case, "cuda", beside="cuda")) == []
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.timeout(600)
-def test_kernels_on_a_gpu_beside_a_cpu():
-    """Catches numbers of GPUs that are not those of CPUs; small, as a CPU takes long."""
-    small = replace(SMALL, S=2, v=4099, V=8190, layout="buffer")
-    assert list(mismatches(small, "cuda")) == []
+    assert list(mismatches(case, "cuda", beside=beside)) == []
 
 
 @pytest.mark.gpu
@@ -76,10 +70,11 @@ def test_kernels_on_a_gpu_beside_a_cpu():
     ],
     ids=str,
 )
-def test_items_of_several_parts_on_a_gpu(case, monkeypatch):
+@BESIDE
+def test_items_of_several_parts_on_a_gpu(case, beside, monkeypatch):
     """Catches parts that end early and take columns after them, in items as many rows have them."""
     monkeypatch.setattr("dtensor_sample.ops.kernels.passes._ENOUGH_ITEMS", 1)
-    assert list(mismatches(case, "cuda", beside="cuda")) == []
+    assert list(mismatches(case, "cuda", beside=beside)) == []
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Custom ops: the arithmetic that decides, opaque to tracing; those of a draw take DTensors."""
+"""Custom ops: the arithmetic that decides, opaque to tracing; those of `sharding` take DTensors."""
 
 from dtensor_sample.ops.confidence import confidence, units
 from dtensor_sample.ops.copy import copy

@@ -1,7 +1,8 @@
-"""How each op behaves when its arguments are DTensors: one table for all of them.
+"""How ops behave when their arguments are DTensors: one table for all that take any.
 
-All ops see logits as `[rows, P, v]`: the vocabulary unflattened into the P segments that ranks
-hold. That shape is the same whether rows are sharded (`batch`), segments are (`vocab`), or nothing
+What judges drafts, and what moves results, takes plain tensors only. All others see logits as
+`[rows, P, v]`: the vocabulary unflattened into the P segments that ranks hold. That shape is the
+same whether rows are sharded (`batch`), segments are (`vocab`), or nothing
 is (`replicate`), so one op has one meaning under each, and only these placements differ.
 """
 
