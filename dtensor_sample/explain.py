@@ -70,7 +70,8 @@ class Explanation:
     def notes(self) -> list[str]:
         """What predictions stand on."""
         machine, P = hardware(self.machine), self.workload.ranks
-        notes = [f"time: of the device, as in a CUDA graph, by constants of {machine.about}"]
+        of = "" if self.machine == "cpu" else " of the device, as in a CUDA graph,"
+        notes = [f"time:{of} by constants of {machine.about}"]
         if P > 2:
             notes.append(
                 f"assumed: {machine.hop_us:g} us more of a collective for each doubling of ranks"
