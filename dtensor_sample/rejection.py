@@ -92,7 +92,7 @@ class Places(NamedTuple):
         p_G, q_G = where.totals(p_G, q_G)
         return p_G, q_G
 
-    def spare(self, index_Q: Tensor | None, where: Exchange, V: int) -> Tensor:
+    def spare(self, index_Q: Tensor, where: Exchange, V: int) -> Tensor:
         """[Q, P, PARTS] int64: the residual mass of each part of the vocabulary, at some places."""
         return where.segments(ops.residual_mass(*self.args, index_Q, V))
 
@@ -154,18 +154,19 @@ def _judge(
     places = Places(p, drafts.q, row_G, total_G, drafts.one_hot_G)
     weight_G, draft_weight_G = places.weights(drafts.token_G, where, V)
     draft_total_G = None if drafts.q is None else drafts.q.total_R
-    target_QK, draft_QK, limit_Q = ops.odds(
-        row_G, weight_G, total_G, draft_weight_G, draft_total_G, drafts.drawn_Q, place_QK
+    grid, of_rows = (row_QJ, place_QK), (params.seed, position_R)
+    target_QK, draft_QK, coin_QK, limit_Q = ops.chances(
+        row_G, weight_G, total_G, draft_weight_G, draft_total_G, drafts.drawn_Q, *grid, *of_rows
     )
     joint_QK, spare_GPC = None, None
     if method == "block":
-        joint_QK, ratio_G = ops.chain(target_QK, draft_QK, place_QK, G)
+        joint_QK, ratio_G, wanted_G = ops.prefixes(
+            target_QK, draft_QK, coin_QK, limit_Q, place_QK, G
+        )
         places = places._replace(ratio_G=ratio_G)
-        spare_GPC = places.spare(None, where, V)
-    grid, of_rows = (row_QJ, place_QK), (params.seed, position_R, params.greedy)
-    accepted_Q, place_Q, end_Q, uniform_Q = ops.accept(
-        target_QK, draft_QK, joint_QK, spare_GPC, limit_Q, *grid, *of_rows
-    )
+        spare_GPC = places.spare(wanted_G, where, V)
+    of_drafts = (target_QK, draft_QK, coin_QK, joint_QK, spare_GPC, limit_Q)
+    accepted_Q, place_Q, end_Q, uniform_Q = ops.accept(*of_drafts, *grid, *of_rows, params.greedy)
 
     # The token after them: from what the refused draft leaves of p, or else from p.
     of_places = spare_GPC is not None

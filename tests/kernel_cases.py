@@ -439,14 +439,17 @@ def judged(device: str, generator: torch.Generator) -> Iterator[str]:
         judged_G, _ = compare(ops.eligible, *of_rows, row_G, token_G, V)
         weight_G, draft_weight_G = torch.where(integers(0, 4, 2, G) > 0, total_G // 3, 0)
         of_draft = (None, None) if hot is None else (draft_weight_G, total_G.flip(0))
-        compare(ops.odds, judged_G, weight_G, total_G, *of_draft, drawn_Q, place_QK)
+        on_grid, counters = (row_QJ, place_QK), (seed_R, position_R)
+        of_drafts = (judged_G, weight_G, total_G, *of_draft, drawn_Q)
+        _, _, coin_QK, _ = compare(ops.chances, *of_drafts, *on_grid, *counters)
         for block in (False, True):
             p_QK, q_QK, limit_Q = units(Q, K), units(Q, K), integers(0, 9, Q).clamp(max=count_Q)
             limit_Q = (limit_Q - 1).clamp(min=0)
-            joint_QK, _ = compare(ops.chain, p_QK, q_QK, place_QK, G)
+            of_drafts = (p_QK, q_QK, coin_QK)
+            joint_QK, *_ = compare(ops.prefixes, *of_drafts, limit_Q, place_QK, G)
             of_block = (joint_QK, spare_GPC) if block else (None, None)
-            judging = (limit_Q, row_QJ, place_QK, seed_R, position_R, greedy_R)
-            accepted_Q, *_ = compare(ops.accept, p_QK, q_QK, *of_block, *judging)
+            judging = (*of_drafts, *of_block, limit_Q, *on_grid, *counters)
+            accepted_Q, *_ = compare(ops.accept, *judging, greedy_R)
             for judged in ((accepted_Q, integers(-1, V, Q)), (None, None)):
                 compare(ops.emit, argmax_R, nans_R, greedy_R, *grid, *judged)
     yield from differing

@@ -237,7 +237,7 @@ def test_filters_hold_for_every_row(ranks, method):
 
 FEW_NUMBERS = (
     "row_params", "join_peaks", "uniform", "take", "deliver", "lay_out",
-     "eligible", "odds", "chain", "accept", "emit", "store",
+     "eligible", "chances", "prefixes", "accept", "emit", "store",
 )  # fmt: skip
 """Ops that read no logits."""
 

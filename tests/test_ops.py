@@ -73,10 +73,10 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "uniform": (zero_R, zero_R, zero_R, 0),
         "lay_out": (zero_R, torch.zeros(5, dtype=torch.int64), *[zero_R] * 2, None, ones_QK, 3),
         "eligible": (zero_R, zero_R > 0, drawn[0], rows_R, zero_R, V),
-        "odds": (*[six_G] * 5, zero_R > 0, place_QK),
-        "chain": (ones_QK, ones_QK, place_QK, 6),
+        "chances": (*[six_G] * 5, zero_R > 0, grid[0], place_QK, zero_R, zero_R),
+        "prefixes": (ones_QK, ones_QK, ones_QK, zero_R + 1, place_QK, 6),
         "accept": (
-            *(ones_QK, ones_QK, ones_QK, torch.ones(6, 3, ops.PARTS, dtype=torch.int64)),
+            *(ones_QK, ones_QK, ones_QK, ones_QK, torch.ones(6, 3, ops.PARTS, dtype=torch.int64)),
             *(zero_R + 1, grid[0], place_QK, zero_R, zero_R, zero_R > 0),
         ),
         "emit": (zero_R, zero_R, zero_R > 0, *grid[:3], zero_R, None),

@@ -4,7 +4,7 @@ from dtensor_sample.ops.confidence import confidence, units
 from dtensor_sample.ops.copy import copy
 from dtensor_sample.ops.deliver import OUTCOME_COLUMNS, deliver
 from dtensor_sample.ops.histogram import BINS, DIGIT_BITS, histogram
-from dtensor_sample.ops.judge import accept, chain, eligible, emit, lay_out, odds
+from dtensor_sample.ops.judge import accept, chances, eligible, emit, lay_out, prefixes
 from dtensor_sample.ops.largest import fraction, shortlist, shortlist_integers, sift
 from dtensor_sample.ops.logarithm import entropy, log_probability
 from dtensor_sample.ops.lookup import lookup
@@ -30,7 +30,7 @@ __all__ = [
     "OUTCOME_COLUMNS",
     "PARTS",
     "accept",
-    "chain",
+    "chances",
     "confidence",
     "copy",
     "deliver",
@@ -47,9 +47,9 @@ __all__ = [
     "lookup",
     "markov",
     "mass",
-    "odds",
     "peak",
     "pick",
+    "prefixes",
     "quantized",
     "read",
     "recover",

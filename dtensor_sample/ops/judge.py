@@ -17,6 +17,9 @@ from dtensor_sample.ops.residual import ONE, probability
 from dtensor_sample.ops.uniform import uniform
 from dtensor_sample.random import COIN, RECOVERY, TARGET, scaled
 
+ROUNDING = 1 << 20
+"""By so much rounding may lift a residual above its ratio, and more; units of 2**-60."""
+
 
 @define("lay_out")
 def lay_out(
@@ -123,29 +126,35 @@ def _(
     return row_G.new_empty(row_G.shape), row_G.new_empty(row_G.shape)
 
 
-@define("odds")
-def odds(
+@define("chances")
+def chances(
     row_G: Tensor,
     weight_G: Tensor,
     total_G: Tensor,
     draft_weight_G: Tensor | None,
     draft_total_G: Tensor | None,
     drawn_Q: Tensor,
+    row_QJ: Tensor,
     place_QK: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """How likely each drafted token is.
+    seed_R: Tensor,
+    position_R: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How likely each drafted token is, and a coin for it.
 
     Args:
         row_G, total_G: see `eligible`.
         weight_G: [G] int64, the weights of listed drafts under the target.
         draft_weight_G, draft_total_G: [G] int64, those under the draft, and of all its tokens;
             None: all drafts are one-hot.
-        drawn_Q, place_QK: see `lay_out`.
+        drawn_Q, row_QJ, place_QK: see `lay_out`.
+        seed_R: [R] int64.
+        position_R: [R] int64, of the token that each row emits.
 
     Returns:
         [Q, K] int64 probabilities under the target, 0 where there is no draft, and under the draft,
-        1 where it is one-hot; and [Q] int64, how many drafts can be accepted: those before the
-        first that cannot be judged, or whose draft logits have no token.
+        1 where it is one-hot; [Q, K] int64 coins in [0, 2**62); and [Q] int64, how many drafts can
+        be accepted: those before the first that cannot be judged, or whose draft logits have no
+        token.
     """
     target_QK = gridded(probability(weight_G, total_G), place_QK)
     draft_QK = torch.full_like(target_QK, ONE)
@@ -155,10 +164,13 @@ def odds(
         drawn_from_QK = gridded(probability(draft_weight_G, draft_total_G), place_QK)
         draft_QK = torch.where(drawn_QK, drawn_from_QK, draft_QK)
         usable_QK &= ~drawn_QK | (gridded(draft_total_G, place_QK) > 0)
-    return target_QK, draft_QK, leading(usable_QK)
+    step_QK = torch.arange(place_QK.shape[1], device=row_QJ.device).expand_as(place_QK)
+    counters = (x_R[row_QJ[:, :1]].expand_as(place_QK) for x_R in (seed_R, position_R))
+    coin_QK = uniform(*(x_QK.flatten() for x_QK in (*counters, step_QK)), COIN)
+    return target_QK, draft_QK, coin_QK.view(place_QK.shape), leading(usable_QK)
 
 
-@odds.register_fake
+@chances.register_fake
 def _(
     row_G: Tensor,
     weight_G: Tensor,
@@ -166,25 +178,38 @@ def _(
     draft_weight_G: Tensor | None,
     draft_total_G: Tensor | None,
     drawn_Q: Tensor,
+    row_QJ: Tensor,
     place_QK: Tensor,
+    seed_R: Tensor,
+    position_R: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    target_QK, draft_QK, coin_QK = (torch.empty_like(place_QK) for _ in range(3))
+    return target_QK, draft_QK, coin_QK, place_QK.new_empty(place_QK.shape[0])
+
+
+@define("prefixes")
+def prefixes(
+    target_QK: Tensor,
+    draft_QK: Tensor,
+    coin_QK: Tensor,
+    limit_Q: Tensor,
+    place_QK: Tensor,
+    size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    target_QK, draft_QK = torch.empty_like(place_QK), torch.empty_like(place_QK)
-    return target_QK, draft_QK, place_QK.new_empty(place_QK.shape[0])
+    """Joint ratios of block verification: r_i = min(r_{i-1} * p_i / q_i, 1), r_0 = 1.
 
-
-@define("chain")
-def chain(
-    target_QK: Tensor, draft_QK: Tensor, place_QK: Tensor, size: int
-) -> tuple[Tensor, Tensor]:
-    """The running joint ratio of block verification: r_i = min(r_{i-1} * p_i / q_i, 1), r_0 = 1.
+    And the few places whose residuals matter. Those before the longest prefix that passes whatever
+    its residual, since its ratio is 1 or since its end decides, do not; neither do those whose
+    coins lie above their ratio, the most that a residual can be.
 
     Args:
-        target_QK, draft_QK: [Q, K] int64, probabilities of the drafted tokens in units of 2**-60.
+        target_QK, draft_QK, coin_QK, limit_Q: see `chances`.
         place_QK, size: see `lay_out`.
 
     Returns:
-        [Q, K] int64, r_1 to r_K in the same units; q = 0 gives 1 where p > 0, and 0 where p = 0.
-        And listed, [G] int64, the ratio of the drafts before each: r_0 to r_{K-1}, 1 for padding.
+        [Q, K] int64, r_1 to r_K in units of 2**-60; q = 0 gives 1 where p > 0, and 0 where p = 0.
+        Listed, [G] int64, the ratio of the drafts before each: r_0 to r_{K-1}, 1 for padding; and
+        [G] int64, each place whose residual matters, else -1.
     """
     ratio_Q = torch.ones_like(target_QK[:, 0], dtype=torch.float64)
     ratios = []
@@ -193,18 +218,37 @@ def chain(
         ratio_Q = torch.where(joint_Q > 0, joint_Q / draft_Q.double(), 0.0).clamp(max=1.0)
         ratios.append((ratio_Q * float(ONE)).to(torch.int64))
     joint_QK = torch.stack(ratios, 1)
-    return joint_QK, listed(pad(joint_QK[:, :-1], (1, 0), value=ONE), place_QK, size, ONE)
+    length_K = torch.arange(1, joint_QK.shape[1] + 1, device=joint_QK.device)
+    passes_QK = torch.where(
+        length_K == limit_Q[:, None], _at_end(coin_QK, joint_QK), joint_QK == ONE
+    )
+    surely_Q = (length_K * (passes_QK & (length_K <= limit_Q[:, None]))).amax(1)
+    before_QK = pad(joint_QK[:, :-1], (1, 0), value=ONE)
+    may_QK = _at_end(pad(coin_QK[:, :-1], (1, 0)), before_QK + ROUNDING)
+    step_K = length_K - 1
+    wanted_QK = may_QK & (step_K >= surely_Q[:, None]) & (step_K < limit_Q[:, None])
+    wanted_G = listed(torch.where(wanted_QK, place_QK, -1), place_QK, size)
+    return joint_QK, listed(before_QK, place_QK, size, ONE), wanted_G
 
 
-@chain.register_fake
-def _(target_QK: Tensor, draft_QK: Tensor, place_QK: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(target_QK), target_QK.new_empty(size)
+@prefixes.register_fake
+def _(
+    target_QK: Tensor,
+    draft_QK: Tensor,
+    coin_QK: Tensor,
+    limit_Q: Tensor,
+    place_QK: Tensor,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ratio_G, wanted_G = target_QK.new_empty(size), target_QK.new_empty(size)
+    return torch.empty_like(target_QK), ratio_G, wanted_G
 
 
 @define("accept")
 def accept(
     target_QK: Tensor,
     draft_QK: Tensor,
+    coin_QK: Tensor,
     joint_QK: Tensor | None,
     spare_GPC: Tensor | None,
     limit_Q: Tensor,
@@ -214,16 +258,15 @@ def accept(
     position_R: Tensor,
     greedy_R: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Throw a coin for each draft, and make the number that draws the token after the accepted.
+    """Accept drafts by their coins, and make the number that draws the token after them.
 
     Args:
-        target_QK, draft_QK, limit_Q: see `odds`.
-        joint_QK: joint ratios for block verification, see `chain`; None: each draft is accepted
+        target_QK, draft_QK, coin_QK, limit_Q, seed_R, position_R: see `chances`.
+        joint_QK: joint ratios for block verification, see `prefixes`; None: each draft is accepted
             with probability min(1, p / q), up to the first that is not.
-        spare_GPC: with them, [G, P, PARTS] int64, the residual of each listed draft.
+        spare_GPC: with them, [G, P, PARTS] int64, the residual of each listed draft, or 0 where it
+            does not matter.
         row_QJ, place_QK: see `lay_out`.
-        seed_R: [R] int64.
-        position_R: [R] int64, of the token that each row emits.
         greedy_R: [R] bool.
 
     Returns:
@@ -233,9 +276,6 @@ def accept(
     """
     K, first_Q = place_QK.shape[1], row_QJ[:, 0]
     seed_Q, start_Q = seed_R[first_Q], position_R[first_Q]
-    step_QK = torch.arange(K, device=row_QJ.device).expand_as(place_QK)
-    counters = (x.expand_as(place_QK).flatten() for x in (seed_Q[:, None], start_Q[:, None]))
-    coin_QK = uniform(*counters, step_QK.flatten(), COIN).view(place_QK.shape)
     if joint_QK is not None and spare_GPC is not None:
         spare_QK = gridded(spare_GPC.sum((1, 2)), place_QK)
         accepted_Q = _longest_prefix(joint_QK, spare_QK, coin_QK, limit_Q)
@@ -255,6 +295,7 @@ def accept(
 def _(
     target_QK: Tensor,
     draft_QK: Tensor,
+    coin_QK: Tensor,
     joint_QK: Tensor | None,
     spare_GPC: Tensor | None,
     limit_Q: Tensor,
@@ -341,6 +382,11 @@ def leading(passed_QK: Tensor) -> Tensor:
     return passed_QK.to(torch.int64).cumprod(1).sum(1)
 
 
+def _at_end(coin_QK: Tensor, joint_QK: Tensor) -> Tensor:
+    """Whether the prefix of all drafts passes: with its ratio's probability."""
+    return scaled(coin_QK, torch.full_like(joint_QK, ONE)) < joint_QK
+
+
 def _longest_prefix(joint_QK: Tensor, spare_QK: Tensor, coin_QK: Tensor, limit_Q: Tensor) -> Tensor:
     """[Q] int64: the length of the longest prefix that passes in block verification.
 
@@ -349,7 +395,7 @@ def _longest_prefix(joint_QK: Tensor, spare_QK: Tensor, coin_QK: Tensor, limit_Q
 
     Args:
         joint_QK: [Q, K] int64, joint ratios of the prefixes, in units of 2**-60.
-        spare_QK: [Q, K] int64, residual masses of all places, in the same units.
+        spare_QK: [Q, K] int64, residual masses of all places that matter, in the same units.
         coin_QK: [Q, K] int64 in [0, 2**62).
         limit_Q: [Q] int64, the longest prefix that may pass.
     """
@@ -357,7 +403,7 @@ def _longest_prefix(joint_QK: Tensor, spare_QK: Tensor, coin_QK: Tensor, limit_Q
     after_QK = pad(spare_QK[:, 1:], (0, 1))
     whole_QK = after_QK + (ONE - joint_QK)
     within_QK = (scaled(coin_QK, whole_QK) < after_QK) | (whole_QK == 0)
-    at_end_QK = scaled(coin_QK, torch.full_like(joint_QK, ONE)) < joint_QK
+    at_end_QK = _at_end(coin_QK, joint_QK)
     passed_QK = torch.where(length_K == limit_Q[:, None], at_end_QK, within_QK)
     passed_QK &= length_K <= limit_Q[:, None]
     return (passed_QK * length_K).amax(1)

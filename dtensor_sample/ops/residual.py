@@ -83,8 +83,13 @@ def residual_mass(
     """
     p = (rows_R, edits, peak_R, floor_R, scale_R, row_G, total_G, ratio_G)
     q = (draft_rows_G, draft_edits, draft_peak_G, draft_floor_G, draft_scale_G, draft_total_G)
-    target, draft, hot_Q = _places(p, q, one_hot_G, index_Q)
     segments, width = x_NSv.shape[1:]
+    mass_QSC = row_G.new_zeros((len(row_G if index_Q is None else index_Q), segments, PARTS))
+    some: slice | Tensor = slice(None)
+    if index_Q is not None and index_Q.is_cpu:  # a GPU would have to wait for how many there are
+        some = index_Q >= 0
+        index_Q = index_Q[some]
+    target, draft, hot_Q = _places(p, q, one_hot_G, index_Q)
     rows_Q, own, *weighed = target
     p_QSv = _shares(values(x_NSv, first_id_S, rows_Q, own, vocab_size), weighed, vocab_size)
     if draft_MSw is None:
@@ -96,7 +101,8 @@ def residual_mass(
         # Ids line up; padding weighs nothing.
         q_QSv = pad(q_QW, (0, segments * width - q_QW.shape[1])).unflatten(1, (segments, width))
     hot_QSv = token_ids(x_NSv, first_id_S) == hot_Q[:, None, None]
-    return part_sums(_residuals(p_QSv, q_QSv, hot_QSv))
+    mass_QSC[some] = part_sums(_residuals(p_QSv, q_QSv, hot_QSv))
+    return mass_QSC
 
 
 @residual_mass.register_fake

@@ -13,7 +13,7 @@ import torch
 
 _MODULES = {
     "accept": "judge",
-    "chain": "judge",
+    "chances": "judge",
     "confidence": "confidence",
     "deliver": "rows",
     "draw": "pick",
@@ -25,9 +25,9 @@ _MODULES = {
     "lookup": "pick",
     "markov": "markov",
     "mass": "passes",
-    "odds": "judge",
     "peak": "passes",
     "pick": "pick",
+    "prefixes": "judge",
     "recover": "pick",
     "residual_mass": "residual",
     "row_params": "rows",

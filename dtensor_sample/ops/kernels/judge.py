@@ -5,12 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor_sample.ops.judge import ROUNDING
 from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.random import counted
 from dtensor_sample.ops.residual import ONE
 from dtensor_sample.random import COIN, RECOVERY, TARGET
 
 _ONE = tl.constexpr(ONE)
+_ROUNDING = tl.constexpr(ROUNDING)
 _COIN, _RECOVERY, _TARGET = (tl.constexpr(stream) for stream in (COIN, RECOVERY, TARGET))
 
 
@@ -102,22 +104,26 @@ def _eligible_kernel(
 
 
 @kernel
-def _odds_kernel(
+def _chances_kernel(
     row_ptr,  # [G] int64
     weight_ptr,  # [G] int64
     total_ptr,  # [G] int64
     draft_weight_ptr,  # [G] int64, or unused
     draft_total_ptr,  # [G] int64, likewise
     drawn_ptr,  # [Q] bool
+    row_of_ptr,  # [Q, J] int64
     place_ptr,  # [Q, K] int64
+    seed_ptr,  # [R] int64
+    position_ptr,  # [R] int64
     target_ptr,  # out: [Q, K] int64
     draft_ptr,  # out: [Q, K] int64
+    coin_ptr,  # out: [Q, K] int64
     limit_ptr,  # out: [Q] int64
     K,
     size,  # G
     LANES: tl.constexpr,  # K, rounded up to a power of two
 ):
-    """Probabilities of the drafted tokens of a request.
+    """Probabilities of the drafted tokens of a request, and their coins.
 
     Example: a weight of 3 out of 4 is 3 * 2**58.
     """
@@ -137,47 +143,78 @@ def _odds_kernel(
         total = tl.load(draft_total_ptr + place, mask=exists, other=0)
         draft = tl.where(drawn, _probability(weight, total), draft)
         usable = usable & ((drawn == 0) | (total > 0))
+    first = tl.load(row_of_ptr + request * (K + 1))
+    seed, start = tl.load(seed_ptr + first), tl.load(position_ptr + first)
+    zeros = tl.zeros([LANES], tl.int64)
+    coin = counted(zeros + seed, zeros + start, lane.to(tl.int64), zeros + _COIN)
     tl.store(target_ptr + at, target, mask=there)
     tl.store(draft_ptr + at, draft, mask=there)
+    tl.store(coin_ptr + at, coin, mask=there)
     tl.store(limit_ptr + request, _leading(usable, lane, K))
 
 
 @kernel
-def _chain_kernel(
+def _prefixes_kernel(
     target_ptr,  # [Q, K] int64
     draft_ptr,  # [Q, K] int64
+    coin_ptr,  # [Q, K] int64
+    limit_ptr,  # [Q] int64
     place_ptr,  # [Q, K] int64
     joint_ptr,  # out: [Q, K] int64
-    listed_ptr,  # ones, out: [G] int64
+    ratio_ptr,  # ones, out: [G] int64
+    wanted_ptr,  # -1, out: [G] int64
     requests,  # Q
     K,
     size,  # G
     ROWS: tl.constexpr,  # requests of a program
+    LANES: tl.constexpr,  # K, rounded up to a power of two
 ):
-    """Joint ratios, one draft after another; in units of 2**-60.
+    """Joint ratios, one draft after another, and the places whose residuals matter.
 
-    Example: p [1/2, 1], q [1, 1/4]: the ratios are 1/2 and, since 2 is more than 1, 1.
+    Example: p [1/2, 1], q [1, 1/4]: the ratios are 1/2 and, since 2 is more than 1, 1. The prefix
+    of both passes, so that no residual matters.
     """
-    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = request < requests
-    units = tl.full([ROWS], _ONE, tl.int64).to(tl.float64)
-    one = tl.full([ROWS], 1, tl.int64).to(tl.float64)
-    ratio = one
+    request = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    lane = tl.arange(0, LANES)[None, :]
+    there = (request < requests)[:, None] & (lane < K)
+    at = request[:, None] * K + lane
+    limit = tl.load(limit_ptr + request, mask=request < requests, other=0)[:, None]
+    place = tl.load(place_ptr + at, mask=there, other=size)
+    coin = tl.load(coin_ptr + at, mask=there, other=0)
+    coin_before = tl.load(coin_ptr + at - 1, mask=there & (lane > 0), other=0)
+    p = tl.load(target_ptr + at, mask=there, other=0).to(tl.float64)
+    q = tl.load(draft_ptr + at, mask=there, other=1).to(tl.float64)
+    ratio = tl.full([ROWS], 1, tl.int64).to(tl.float64)
+    ratios, before = tl.zeros_like(p), tl.zeros_like(p)
     for step in range(K):
-        at = request.to(tl.int64) * K + step
-        place = tl.load(place_ptr + at, mask=exists, other=0)
-        tl.store(listed_ptr + place, (ratio * units).to(tl.int64), mask=exists & (place < size))
-        p = tl.load(target_ptr + at, mask=exists, other=0).to(tl.float64)
-        q = tl.load(draft_ptr + at, mask=exists, other=1).to(tl.float64)
-        joint = ratio * p
-        ratio = tl.where(joint > 0, tl.minimum(joint / q, one), 0)
-        tl.store(joint_ptr + at, (ratio * units).to(tl.int64), mask=exists)
+        here = lane == step
+        before = tl.where(here, ratio[:, None], before)
+        joint = ratio * tl.sum(tl.where(here, p, 0), 1)
+        ratio = tl.where(joint > 0, joint / tl.sum(tl.where(here, q, 0), 1), 0)
+        ratio = tl.minimum(ratio, tl.full([ROWS], 1, tl.int64).to(tl.float64))
+        ratios = tl.where(here, ratio[:, None], ratios)
+    units = tl.full([], _ONE, tl.int64).to(tl.float64)
+    joint = (ratios * units).to(tl.int64)
+    before = (before * units).to(tl.int64)
+    passes = tl.where(lane + 1 == limit, _at_end(coin, joint), joint == _ONE) & (lane < limit)
+    surely = tl.max(tl.where(passes & there, lane + 1, 0), 1)[:, None]
+    wanted = _at_end(coin_before, before + _ROUNDING) & (lane >= surely) & (lane < limit)
+    tl.store(joint_ptr + at, joint, mask=there)
+    tl.store(ratio_ptr + place, before, mask=place < size)
+    tl.store(wanted_ptr + place, place, mask=wanted & (place < size))
+
+
+@triton.jit
+def _at_end(coin, joint):
+    """Whether the prefix of all drafts passes: with its ratio's probability."""
+    return _scaled(coin, tl.zeros_like(coin) + _ONE) < joint
 
 
 @kernel
 def _accept_kernel(
     target_ptr,  # [Q, K] int64
     draft_ptr,  # [Q, K] int64
+    coin_ptr,  # [Q, K] int64
     joint_ptr,  # [Q, K] int64, or unused
     spare_ptr,  # [G, P, C] int64, likewise
     row_stride,
@@ -199,7 +236,7 @@ def _accept_kernel(
     ALL_PARTS: tl.constexpr,  # P * C, rounded up to a power of two
     LANES: tl.constexpr,  # K, rounded up to a power of two
 ):
-    """Coins of a request's drafts.
+    """What the coins of a request's drafts say.
 
     Example: p [1/2, 1/4], q [1/4, 1]: the first is accepted by every coin, the second by one in 4.
     """
@@ -211,7 +248,7 @@ def _accept_kernel(
     seed, start = tl.load(seed_ptr + first), tl.load(position_ptr + first)
     limit = tl.load(limit_ptr + request)
     zeros = tl.zeros([LANES], tl.int64)
-    coin = counted(zeros + seed, zeros + start, lane.to(tl.int64), zeros + _COIN)
+    coin = tl.load(coin_ptr + at, mask=there, other=0)
     if joint_ptr is not None:
         joint = tl.load(joint_ptr + at, mask=there, other=0)
         following = there & (lane + 1 < K)
@@ -223,7 +260,7 @@ def _accept_kernel(
         after = tl.sum(tl.load(spare, mask=wanted, other=0), 1)
         whole = after + (_ONE - joint)
         within = (_scaled(coin, whole) < after) | (whole == 0)
-        passed = tl.where(lane + 1 == limit, _scaled(coin, zeros + _ONE) < joint, within)
+        passed = tl.where(lane + 1 == limit, _at_end(coin, joint), within)
         passed = passed & there & (lane + 1 <= limit)
         accepted = tl.max(tl.where(passed, lane + 1, 0), 0).to(tl.int64)
     else:
@@ -380,30 +417,37 @@ def eligible(
     return judged_G, total_G
 
 
-def odds(
+def chances(
     row_G: Tensor,
     weight_G: Tensor,
     total_G: Tensor,
     draft_weight_G: Tensor | None,
     draft_total_G: Tensor | None,
     drawn_Q: Tensor,
+    row_QJ: Tensor,
     place_QK: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel of `ops.odds`."""
+    seed_R: Tensor,
+    position_R: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The kernel of `ops.chances`."""
     Q, K = place_QK.shape
-    target_QK, draft_QK = (place_QK.new_empty((Q, K)) for _ in range(2))
+    target_QK, draft_QK, coin_QK = (place_QK.new_empty((Q, K)) for _ in range(3))
     limit_Q = place_QK.new_empty(Q)
     if Q > 0:
-        _odds_kernel[(Q,)](
+        _chances_kernel[(Q,)](
             row_G.contiguous(),
             weight_G.contiguous(),
             total_G.contiguous(),
             None if draft_weight_G is None else draft_weight_G.contiguous(),
             None if draft_total_G is None else draft_total_G.contiguous(),
             drawn_Q.contiguous(),
+            row_QJ.contiguous(),
             place_QK.contiguous(),
+            seed_R.contiguous(),
+            position_R.contiguous(),
             target_QK,
             draft_QK,
+            coin_QK,
             limit_Q,
             K,
             row_G.shape[0],
@@ -411,36 +455,46 @@ def odds(
             num_warps=1,
             enable_fp_fusion=False,
         )
-    return target_QK, draft_QK, limit_Q
+    return target_QK, draft_QK, coin_QK, limit_Q
 
 
-def chain(
-    target_QK: Tensor, draft_QK: Tensor, place_QK: Tensor, size: int
-) -> tuple[Tensor, Tensor]:
-    """The kernel of `ops.chain`."""
+def prefixes(
+    target_QK: Tensor,
+    draft_QK: Tensor,
+    coin_QK: Tensor,
+    limit_Q: Tensor,
+    place_QK: Tensor,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel of `ops.prefixes`."""
     joint_QK = torch.empty_like(target_QK, memory_format=torch.contiguous_format)
-    ratio_G = target_QK.new_full((size,), ONE)
-    (Q, K), rows = target_QK.shape, 32
+    ratio_G, wanted_G = target_QK.new_full((size,), ONE), target_QK.new_full((size,), -1)
+    (Q, K), rows = target_QK.shape, 8
     if Q > 0:
-        _chain_kernel[(triton.cdiv(Q, rows),)](
+        _prefixes_kernel[(triton.cdiv(Q, rows),)](
             target_QK.contiguous(),
             draft_QK.contiguous(),
+            coin_QK.contiguous(),
+            limit_Q.contiguous(),
             place_QK.contiguous(),
             joint_QK,
             ratio_G,
+            wanted_G,
             Q,
             K,
             size,
             ROWS=rows,
+            LANES=triton.next_power_of_2(K),
             num_warps=1,
             enable_fp_fusion=False,
         )
-    return joint_QK, ratio_G
+    return joint_QK, ratio_G, wanted_G
 
 
 def accept(
     target_QK: Tensor,
     draft_QK: Tensor,
+    coin_QK: Tensor,
     joint_QK: Tensor | None,
     spare_GPC: Tensor | None,
     limit_Q: Tensor,
@@ -460,6 +514,7 @@ def accept(
         _accept_kernel[(Q,)](
             target_QK.contiguous(),
             draft_QK.contiguous(),
+            coin_QK.contiguous(),
             None if joint_QK is None else joint_QK.contiguous(),
             spare_GPC,
             *((0, 0) if spare_GPC is None else spare_GPC.stride()[:2]),

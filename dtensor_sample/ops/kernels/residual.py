@@ -273,9 +273,12 @@ def _residual_mass_kernel(
     place = place.to(tl.int64)
     if index_ptr is not None:
         place = tl.load(index_ptr + place)
-    row = tl.where(place < 0, -1, tl.load(place_row_ptr + tl.maximum(place, 0)))
-    source = tl.where(row < 0, -1, source_row(rows_ptr, tl.maximum(row, 0), HAS_ROWS))
-    place, row = tl.maximum(place, 0), tl.maximum(row, 0)
+    row = tl.load(place_row_ptr + place, mask=place >= 0, other=-1)
+    mass = mass_ptr + item.to(tl.int64) * G + tl.arange(0, G)
+    if row < 0:  # in block verification, most places
+        tl.store(mass, tl.zeros([G], tl.int64))
+        return
+    source = source_row(rows_ptr, row, HAS_ROWS)
     count = segment_count(first_ptr, segment, source, width, vocab_size)
     x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
     peak = tl.load(peak_ptr + row)
@@ -331,7 +334,7 @@ def _residual_mass_kernel(
                 hot, draft_peak, draft_least, draft_scale, draft_factor, base, place, draft_edits,
                 draft_ptr is not None, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
             )  # fmt: skip
-    tl.store(mass_ptr + item.to(tl.int64) * G + tl.arange(0, G), tl.sum(total, 1))
+    tl.store(mass, tl.sum(total, 1))
 
 
 def residual_mass(
