@@ -34,8 +34,9 @@ from dtensor_sample.ops.values import weight_bits
 
 _PARTS = tl.constexpr(PARTS)
 _BLOCK = tl.constexpr(128)
+_INF = tl.constexpr(float("inf"))
 _MANY = 512
-"""So many programs keep the chip busy, and do best with few threads each."""
+"""So many programs keep the chip busy, and do best with few columns at a time."""
 
 
 @kernel
@@ -106,6 +107,12 @@ def _pick_kernel(
     row = number
     if index_ptr is not None:
         row = tl.load(index_ptr + number)
+    # What waits for nothing is loaded here: a load after another takes as long as a few thousand
+    # weights.
+    if argmax_ptr is not None:
+        argmax, nans = tl.load(argmax_ptr + number), tl.load(nans_ptr + number)
+        if DRAWN:
+            greedy = tl.load(greedy_ptr + number) != 0
     token = tl.full([], -1, tl.int64)
     if DRAWN:
         part = tl.arange(0, ALL_PARTS)
@@ -114,6 +121,10 @@ def _pick_kernel(
         if RESIDUAL:
             place = tl.load(wanted_ptr + number)
             if place >= 0:
+                of_row = _of_row(
+                    tl.load(place_row_ptr + place), rows_ptr, peak_ptr, floor_ptr, scale_ptr,
+                    HAS_ROWS,
+                )  # fmt: skip
                 of = number
                 if OF_PLACES:
                     of = place
@@ -132,32 +143,31 @@ def _pick_kernel(
                             draft_width, first_ptr, width, vocab_size,
                         )  # fmt: skip
                         token = _token_of(
-                            tl.load(place_row_ptr + place), chosen, point, running,
-                            x_ptr, stride_n, stride_s, stride_v, first_ptr, rows_ptr, peak_ptr,
-                            floor_ptr, scale_ptr, draft, draft_stride_w, place, edits, draft_edits,
-                            width, part_columns, vocab_size, True, draft_ptr is not None,
-                            TOP, UNIT, HAS_ROWS, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT, TILE,
+                            of_row, chosen, point, running,
+                            x_ptr, stride_n, stride_s, stride_v, first_ptr, draft, draft_stride_w,
+                            place, edits, draft_edits, width, part_columns, vocab_size,
+                            True, draft_ptr is not None, TOP, UNIT, DRAFT_TOP, DRAFT_UNIT,
+                            unit_bits, EXACT, TILE,
                         )  # fmt: skip
                     row = tl.full([], -1, tl.int64)  # it is drawn from nothing else
         if row >= 0:
             entry = (part // _PARTS).to(tl.int64) * segment_stride + column
             sums = tl.load(sum_ptr + row * row_stride + entry, mask=part < parts, other=0)
+            of_row = _of_row(row, rows_ptr, peak_ptr, floor_ptr, scale_ptr, HAS_ROWS)
             chosen, running, point = _aim(sums, uniform, part, parts)
             chosen -= first_part
             if (chosen >= 0) & (chosen < segments * _PARTS):
                 token = _token_of(
-                    row, chosen, point, running,
-                    x_ptr, stride_n, stride_s, stride_v, first_ptr, rows_ptr, peak_ptr, floor_ptr,
-                    scale_ptr, None, 0, row, edits, edits, width, part_columns, vocab_size,
-                    False, False, TOP, UNIT, HAS_ROWS, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
-                    TILE,
+                    of_row, chosen, point, running,
+                    x_ptr, stride_n, stride_s, stride_v, first_ptr, None, 0, row, edits, edits,
+                    width, part_columns, vocab_size,
+                    False, False, TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT, TILE,
                 )  # fmt: skip
     if argmax_ptr is None:
         tl.store(found_ptr + number, token)
     else:
-        argmax = tl.load(argmax_ptr + number)
         if DRAWN:
-            token = tl.where(tl.load(greedy_ptr + number) != 0, argmax, token)
+            token = tl.where(greedy, argmax, token)
         else:
             token = argmax
         failed = (argmax < 0).to(tl.int64)
@@ -165,7 +175,7 @@ def _pick_kernel(
         tl.store(outcome, token)
         tl.store(outcome + 1, 1 - failed)
         tl.store(outcome + 2, tl.zeros_like(failed))
-        tl.store(outcome + 3, tl.load(nans_ptr + number))
+        tl.store(outcome + 3, nans)
         tl.store(outcome + 4, failed)
 
 
@@ -176,45 +186,66 @@ def _aim(sums, uniform, part, parts):
     total = (tl.sum(sums, 0) << 1).to(tl.uint64, bitcast=True)
     point = tl.umulhi((uniform << 1).to(tl.uint64, bitcast=True), total).to(tl.int64, bitcast=True)
     starts = tl.cumsum(sums, 0) - sums
-    last = tl.max(tl.where((starts <= point) & (part < parts), part, 0), 0)
-    return last, tl.sum(tl.where(part == last, starts, 0), 0), point
+    reached = (starts <= point) & (part < parts)
+    last, start = tl.reduce(
+        (tl.where(reached, part, 0), tl.where(reached, starts, 0)), 0, _larger_two
+    )
+    return last, start, point
+
+
+@triton.jit
+def _larger_two(a1, a2, b1, b2):
+    return tl.maximum(a1, b1), tl.maximum(a2, b2)
+
+
+@triton.jit
+def _larger_three(a1, a2, a3, b1, b2, b3):
+    return tl.maximum(a1, b1), tl.maximum(a2, b2), tl.maximum(a3, b3)
+
+
+@triton.jit
+def _of_row(row, rows_ptr, peak_ptr, floor_ptr, scale_ptr, HAS_ROWS: tl.constexpr):
+    """Where a row lies among the logits, its index, peak, floor and scale."""
+    source = source_row(rows_ptr, row, HAS_ROWS)
+    return source, row, tl.load(peak_ptr + row), tl.load(floor_ptr + row), tl.load(scale_ptr + row)
 
 
 @triton.jit
 def _token_of(
-    row, part, point, running,
-    x_ptr, stride_n, stride_s, stride_v, first_ptr, rows_ptr, peak_ptr, floor_ptr, scale_ptr,
-    draft, draft_stride, place, edits, draft_edits, width, part_columns, vocab_size,
+    of_row, part, point, running,
+    x_ptr, stride_n, stride_s, stride_v, first_ptr, draft, draft_stride, place, edits, draft_edits,
+    width, part_columns, vocab_size,
     RESIDUAL: tl.constexpr, DRAFTED: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr,
-    HAS_ROWS: tl.constexpr, DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr,
-    unit_bits, EXACT: tl.constexpr, TILE: tl.constexpr,
+    DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """The token of a row in one of the parts here that the point lies in, or -1.
 
     Args:
+        of_row: see `_of_row`.
         draft, draft_stride, place: see `_amounts`.
         running: the sum of all before the part.
     """
+    source, row, peak, floor, scale = of_row
     segment = part // _PARTS
-    source = source_row(rows_ptr, row, HAS_ROWS)
+    first = tl.load(first_ptr + segment)
     count = segment_count(first_ptr, segment, source, width, vocab_size)
     x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
     begin = part % _PARTS * part_columns
-    end = tl.maximum(tl.minimum(begin + part_columns, count), begin)
-    peak = tl.load(peak_ptr + row)
-    scale = tl.load(scale_ptr + row)
-    least, lowest = row_limits(peak, tl.load(floor_ptr + row), scale)
+    stop = tl.maximum(tl.minimum(begin + part_columns, width), begin)
+    end = tl.maximum(tl.minimum(stop, count), begin)
+    least, lowest = row_limits(peak, floor, scale)
     target = (x, stride_v, peak, least, lowest, scale, segment * width, row)
     column = _column_beyond(
-        target, draft, draft_stride, place, point, running, begin, end, edits, draft_edits,
+        target, draft, draft_stride, place, point, running, begin, stop, end, edits, draft_edits,
         RESIDUAL, DRAFTED, TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT, TILE,
     )  # fmt: skip
-    return tl.where(column < end, tl.load(first_ptr + segment) + column, -1)
+    return tl.where(column < end, first + column, -1)
 
 
 @triton.jit
 def _column_beyond(
-    target, draft, draft_stride, place, point, running, begin, end, edits, draft_edits,
+    target, draft, draft_stride, place, point, running, begin, stop, end, edits, draft_edits,
     RESIDUAL: tl.constexpr, DRAFTED: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr,
     DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
     TILE: tl.constexpr,
@@ -224,27 +255,27 @@ def _column_beyond(
     Block by block, then token by token in the block that holds the point.
 
     Args:
-        target, draft, draft_stride, place: see `_amounts`.
+        target, draft, draft_stride, place, stop: see `_amounts`.
         running: the sum of all before `begin`.
     """
     block = tl.arange(0, TILE // _BLOCK)
     column = begin + block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     first = end
     before = running
-    for step in range(0, end - begin, TILE):
+    for step in range(0, stop - begin, TILE):
         amount = _amounts(
-            column + step, end, target, draft, draft_stride, place, edits, draft_edits,
+            column + step, stop, end, target, draft, draft_stride, place, edits, draft_edits,
             RESIDUAL, DRAFTED, TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
         )  # fmt: skip
-        sums = tl.sum(amount, 1)
-        beyond = running + tl.cumsum(sums, 0)
-        here = (beyond > point) & (beyond - sums <= point)
-        first = tl.minimum(first, tl.min(tl.where(here, begin + step + block * _BLOCK, end), 0))
-        before = tl.maximum(before, tl.max(tl.where(here, beyond - sums, 0), 0))
-        running += tl.sum(sums, 0)
+        after = running + tl.cumsum(tl.sum(amount, 1), 0)
+        left = tl.where(after > point, end - (begin + step + block * _BLOCK), 0)
+        left, before, running = tl.reduce(
+            (left, tl.where(after > point, before, after), after), 0, _larger_three
+        )
+        first = tl.minimum(first, end - left)
     columns = first + tl.arange(0, _BLOCK)
     amounts = _amounts(
-        columns, end, target, draft, draft_stride, place, edits, draft_edits,
+        columns, stop, end, target, draft, draft_stride, place, edits, draft_edits,
         RESIDUAL, DRAFTED, TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
     )  # fmt: skip
     found = (before + tl.cumsum(amounts, 0) > point) & (columns < end)
@@ -253,13 +284,14 @@ def _column_beyond(
 
 @triton.jit
 def _amounts(
-    column, end, target, draft, draft_stride, place, edits, draft_edits,
+    column, stop, end, target, draft, draft_stride, place, edits, draft_edits,
     RESIDUAL: tl.constexpr, DRAFTED: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr,
     DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The int64 weights of columns before `end`, or if RESIDUAL the residuals; 0 from there on.
 
     Args:
+        stop: columns before it may be read.
         target: a pointer to column 0, the stride between columns, peak, limits, scale, what columns
             of the segment follow, and the row.
         draft: what `place_of` tells, if RESIDUAL.
@@ -268,10 +300,10 @@ def _amounts(
         DRAFTED: whether any draft has logits.
     """
     x, stride, peak, least, lowest, scale, base, row = target
-    there = column < end
+    present, wanted = column < stop, column < end
     if RESIDUAL:
         factor, draft_x, left, hot, draft_peak, draft_least, _, draft_scale, draft_factor = draft
-        values = fetch(x, column, stride, there, there, base, row, edits, TOP, UNIT)
+        values = fetch(x, column, stride, present, wanted, base, row, edits, TOP, UNIT)
         amount = residual(
             values, column, peak, least, scale, factor, draft_x, draft_stride, left, hot,
             draft_peak, draft_least, draft_scale, draft_factor, base, place, draft_edits,
@@ -282,11 +314,11 @@ def _amounts(
         if EXACT and edits[0] is None:
             quick = is_tame(peak, scale, TOP)
         if quick:
-            values = load(x, column, stride, there, UNIT)
+            values = tl.where(wanted, load(x, column, stride, present, UNIT), -_INF)
             units = weight(values, peak, least, lowest, scale, "least")
             amount = integer_sum(unit_sum(column, unit_bits) + units, unit_bits)
         else:
-            values = fetch(x, column, stride, there, there, base, row, edits, TOP, UNIT)
+            values = fetch(x, column, stride, present, wanted, base, row, edits, TOP, UNIT)
             amount = integer_weight(values, peak, least, scale, unit_bits, EXACT)
     return amount
 
@@ -329,7 +361,7 @@ def _lookup_kernel(
     known = (token >= 0) & (token < vocab_size) & (source >= 0)
     here = (segment < segments) & (column >= 0) & (column < tl.where(known, width, 0))
     at = tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s + column * stride_v
-    x = clean(tl.load(x_ptr + at, mask=here, other=-float("inf")).to(tl.float32), here, TOP)
+    x = clean(tl.load(x_ptr + at, mask=here, other=-_INF).to(tl.float32), here, TOP)
     if edits[0] is not None:
         x = edit(x, segment.to(tl.int64) * width + column, here, row, edits)
     peak = tl.load(peak_ptr + row)
@@ -455,7 +487,10 @@ def _pick(
     sum_RPC, (P, C) = _by_parts(mass_RPC), mass_RPC.shape[1:]
     spare_XPC, of_places, place_Q = (None, False, None) if spare is None else spare
     (_, S, v), bits = x_NSv.shape, weight_bits(vocab_size)
-    warps = 4 if found.shape[0] >= _MANY else 8
+    if spare is None:
+        warps, most = 4, 2048 if found.shape[0] >= _MANY else 8192
+    else:
+        warps, most = 8, 4096
     if found.shape[0] > 0:
         _pick_kernel[(found.shape[0],)](
             x_NSv,
@@ -492,7 +527,7 @@ def _pick(
             unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
             ALL_PARTS=triton.next_power_of_2(max(P * C, 1)),
-            TILE=min(512 * warps, max(128, triton.next_power_of_2(part_width(v)))),
+            TILE=min(most, max(128, triton.next_power_of_2(part_width(v)))),
             num_warps=warps,
             enable_fp_fusion=False,
         )
