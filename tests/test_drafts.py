@@ -15,6 +15,7 @@ from dtensor_sample import (
     RejectionSampler,
     SamplingParams,
     SamplingState,
+    ops,
     replicated,
     vocab_sharded,
 )
@@ -233,6 +234,53 @@ def test_filters_hold_for_every_row(ranks, method):
 
 
 # --- what is read
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_residuals_that_are_left_out_decide_nothing(seed):
+    """Catches any left out that could let a prefix pass or is drawn from, and many that are not.
+
+    Residuals are anything up to their ratio; coins lie at ratios and beside them, too.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    Q, K = 400, 6
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    def edged(x: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+        kind = integers(0, 6, *x.shape)
+        return torch.where(kind == 0, 0, torch.where(kind == 1, most, x))
+
+    one = torch.tensor(ops.ONE)
+    p_QK, q_QK = (edged(integers(0, ops.ONE, Q, K), one) for _ in range(2))
+    limit_Q, G = integers(0, K + 1, Q), Q * K
+    place_QK = torch.arange(G).view(Q, K)
+    coin_QK = integers(0, 1 << 62, Q, K)
+    joint_QK, _, _ = ops.prefixes(p_QK, q_QK, coin_QK, limit_Q, place_QK, G)
+    beside_QK = (4 * joint_QK + integers(-5, 6, Q, K)).clamp(0, (1 << 62) - 1)
+    coin_QK = torch.where(integers(0, 2, Q, K) > 0, coin_QK, beside_QK)
+    _, ratio_G, wanted_G = ops.prefixes(p_QK, q_QK, coin_QK, limit_Q, place_QK, G)
+    spare_G = edged((torch.rand(G, generator=generator).double() * ratio_G).long(), ratio_G)
+    row_QJ = torch.arange(Q * (K + 1)).view(Q, K + 1)
+    of_rows = (torch.zeros(Q * (K + 1), dtype=torch.int64),) * 2
+    found = [
+        ops.accept(
+            *(p_QK, q_QK, coin_QK, joint_QK, spare_G[:, None, None] * kept_G[:, None, None]),
+            *(limit_Q, row_QJ, place_QK, *of_rows, of_rows[0] > 0),
+        )
+        for kept_G in (torch.ones_like(wanted_G), (wanted_G >= 0).long())
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    accepted_Q, place_Q, _, _ = found[0]
+    assert len(accepted_Q.unique()) == K + 1
+    refused_Q = place_Q >= 0
+    assert torch.equal(wanted_G[place_Q[refused_Q]], place_Q[refused_Q])
+    count_Q = (wanted_G.view(Q, K) >= 0).sum(1)
+    assert (count_Q[~refused_Q] == 0).all()  # the longest prefix passes, whatever is left
+    assert count_Q.double().mean() > 0.3
+    above_QK = (coin_QK >> 2) > joint_QK + (1 << 20)
+    assert not (wanted_G.view(Q, K)[:, 1:] >= 0)[above_QK[:, :-1]].any()
 
 
 FEW_NUMBERS = (
