@@ -5,6 +5,9 @@ drafts' q. "standard" is speculative sampling (Leviathan et al., 2023; Chen et a
 is accepted with probability min(1, p/q), and the first refused one is replaced by a draw from max(p
 - q, 0). "block" is block verification (Sun et al., arXiv 2403.10444): the joint ratio of a prefix
 decides, and the longest prefix that passes is accepted; in expectation at least as many drafts.
+Whether a prefix passes also depends on a sum over the vocabulary, max(ratio * p - q, 0). Most need
+not be added up: where the ratio is 1 the prefix passes anyway, where its coin lies above the ratio
+it cannot, and those before one that passes decide nothing.
 
 Decisions are integers: probabilities in units of 2**-60 against coins of 62 bits, so that every
 layout accepts the same drafts. Requests lie in a grid [Q, K] of draft tokens: draft j of a request
