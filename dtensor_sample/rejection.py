@@ -214,11 +214,11 @@ class RejectionSampler:
             plan: a request with k drafts has k + 1 rows, and drafts beyond those are not
                 judged; made after its drafts were drawn. With a budget, one that drafts were
                 admitted to: those that were not are as if there were none.
-            draft_token_ids: [B, K] int64, the same on every rank; as nested lists, some may be
-                shorter. The first id outside the vocabulary (-1) ends a request's block as if it
-                had no more drafts, and so does the first whose draft logits were not kept.
-                Drawn drafts are to be given as they were drawn: with penalties, what a later one
-                was drawn from depends on them.
+            draft_token_ids: [B, K] int64 or int32, the same on every rank; as nested lists, some
+                may be shorter. The first id outside the vocabulary (-1) ends a request's block as
+                if it had no more drafts, and so does the first whose draft logits were not kept.
+                Drawn drafts are to be given as they were drawn, which nothing checks: others would
+                be judged as if they had been drawn from the logits that are kept.
             one_hot: [B] on the host, whether each request's drafts were chosen rather than drawn.
                 By default those are drawn that `DraftSampler` drew since the last step.
             mask: what a grammar allows in each row.
@@ -336,9 +336,11 @@ def draft_ids(draft_token_ids: Tensor | Sequence[Sequence[int]], plan: ShardPlan
         if any(isinstance(token, bool) for row in rows for token in row):
             raise ValueError(f"draft_token_ids must be integers, got {draft_token_ids!r}")
     if not isinstance(drafts, Tensor) or isinstance(drafts, DTensor):
-        raise ValueError(f"draft_token_ids must be a plain tensor, got {type(drafts).__name__}")
+        raise ValueError(
+            f"draft_token_ids must be a plain tensor or nested lists, got {type(drafts).__name__}"
+        )
     if drafts.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"draft_token_ids must be int64, got {drafts.dtype}")
+        raise ValueError(f"draft_token_ids must be int64 or int32, got {drafts.dtype}")
     if drafts.shape != (B, K):
         raise ValueError(f"draft_token_ids must have shape [{B}, {K}], got {list(drafts.shape)}")
     return drafts.to(plan.state.device, torch.int64, non_blocking=True)
