@@ -55,8 +55,7 @@ WORLDS = ("cpu:1", "cpu:2", "cpu:4", "cuda:1", "cuda:2")
 FEW_WORLDS = ("cpu:1", "cpu:4", "cuda:1", "cuda:2")
 # Worlds beside these two, for who has more devices or time: "cuda:4 cuda:8".
 MORE_WORLDS = tuple(os.environ.get("DTENSOR_SAMPLE_TEST_WORLDS", "").split())
-# By device type: the first job on a GPU may have to compile many kernels, beside other tests.
-JOB_TIMEOUT_S = {"cpu": 60.0, "cuda": 110.0}
+JOB_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 100.0
 GROUP_TIMEOUT = timedelta(seconds=30)
 # After one rank failed, how long the others may take to fail by themselves and be reported too.
@@ -141,7 +140,7 @@ class Ranks:
         return self.world.size
 
     def run(
-        self, body: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
+        self, body: Callable[..., Any], *args: Any, timeout: float = JOB_TIMEOUT_S, **kwargs: Any
     ) -> list[Any]:
         """Call `body(mesh, *args, **kwargs)` on every rank; return the results in rank order.
 
@@ -149,13 +148,10 @@ class Ranks:
         `torch.manual_seed(0)`. An error that is expected must be caught inside the body.
 
         Raises:
-            WorkerError: A rank raised, died, or had not returned after `timeout` seconds; None:
-                those of `JOB_TIMEOUT_S`.
+            WorkerError: A rank raised, died, or had not returned after `timeout` seconds.
         """
         __tracebackhide__ = True
         job = _dumps((body, args, kwargs))  # before a pool is touched: this may fail
-        if timeout is None:
-            timeout = JOB_TIMEOUT_S[self.device_type]
         return self.pools.get(self.world).run(job, timeout)
 
 
