@@ -60,6 +60,8 @@ START_TIMEOUT_S = 100.0
 GROUP_TIMEOUT = timedelta(seconds=30)
 # After one rank failed, how long the others may take to fail by themselves and be reported too.
 GRACE_S = 0.5
+# Asks a rank to print where it is. Triton's LLVM takes SIGUSR1 and SIGUSR2 for itself.
+STACKS = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
 # How long destroy_process_group may take when the session ends.
 CLOSE_TIMEOUT_S = 5.0
 
@@ -286,7 +288,7 @@ class Pool:
         """Where the ranks are that did not answer in time."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._processes[rank].pid, signal.SIGUSR1)  # see faulthandler in _worker
+                os.kill(self._processes[rank].pid, STACKS)
         time.sleep(GRACE_S)
         return {
             rank: f"no answer after {timeout:g} s; it is at:\n" + self._log(rank) for rank in ranks
@@ -324,7 +326,7 @@ def _worker(
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(sys.stderr)
-    faulthandler.register(signal.SIGUSR1, sys.stderr)
+    faulthandler.register(STACKS, sys.stderr)
     with contextlib.suppress(ImportError):
         # Its own lock is a semaphore, which a worker that is killed would leave behind.
         importlib.import_module("tqdm").tqdm.set_lock(threading.RLock())

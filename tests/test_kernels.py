@@ -1,5 +1,6 @@
 """The Triton kernels against their twins in plain torch: equal bits, wherever they run."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from dtensor_sample import ops, weigh
+from dtensor_sample.ops.edits import Edits
 from tests.kernel_cases import KINDS, SMALL, drafted, mismatches, numbers, params
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found 0")
@@ -142,3 +144,27 @@ def test_memory_beyond_the_logits(filters):
     before = torch.cuda.memory_allocated()
     weigh.whole(x_NSv, first_id_S, None, (), *shape, *filters, V)
     assert torch.cuda.max_memory_allocated() - before <= 4096 * R + (4 << 20)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_edits_are_of_two_kinds():
+    """Catches numbers of bans or drafts, or a mask, for which kernels would be compiled anew."""
+    from dtensor_sample.ops.kernels.edits import edit_arguments
+    from dtensor_sample.ops.kernels.launch import _kinds
+
+    R, W = 3, 64
+    none, first_id_S = Edits.none(R, torch.device("cpu")), torch.zeros(1, dtype=torch.int64)
+    few = [none.banned_EB.new_zeros((R, size)) for size in (0, 1, 2, 16)]
+    masks = [none.mask_GX, none.mask_GX.new_zeros((1, 1)), none.mask_GX.new_zeros((R, 16))]
+    biases = [none.bias_MW, none.bias_MW.new_zeros((1, W)), none.bias_MW.new_zeros((16, W))]
+    counts = [none.counts_MW, none.counts_MW.new_zeros((1, W)), none.counts_MW.new_zeros((16, W))]
+    kinds = {
+        tuple(map(str, _kinds(edit_arguments(tuple(edits), first_id_S))))
+        for banned, drafts, mask, bias, count in itertools.product(few, few, masks, biases, counts)
+        for edits in [
+            none._replace(
+                banned_EB=banned, drafts_EK=drafts, mask_GX=mask, bias_MW=bias, counts_MW=count
+            )
+        ]
+    }
+    assert len(kinds) == 2  # with counts and without

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_sample.ops.kernels.edits import edit_arguments, fetch
+from dtensor_sample.ops.kernels.edits import edit_arguments, fetch, row_edits
 from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
@@ -61,6 +61,7 @@ def _histogram_kernel(
     segment = tl.program_id(0) // pieces % segments
     row = tl.program_id(0) // pieces // segments
     source = source_row(rows_ptr, row, HAS_ROWS)
+    own = row_edits(row, edits)
     count = segment_count(first_ptr, segment, source, width, vocab_size)
     x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
     floor = tl.load(floor_ptr + row)
@@ -72,7 +73,7 @@ def _histogram_kernel(
     for start in range(piece * COLUMNS, tl.minimum(piece * COLUMNS + COLUMNS, count), TILE):
         column = start + tl.arange(0, TILE)
         values = 0.0 + fetch(
-            x, column, stride_v, column < width, column < count, segment * width, row, edits,
+            x, column, stride_v, column < width, column < count, segment * width, own,
             TOP, UNIT,
         )  # fmt: skip
         bits = values.to(tl.int32, bitcast=True).to(tl.int64)

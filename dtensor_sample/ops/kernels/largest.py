@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_sample.ops.kernels.edits import edit_arguments, value_dtype
+from dtensor_sample.ops.kernels.edits import edit_arguments, row_edits, value_dtype
 from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.passes import CHUNK, first_pass, pack_peaks, row_peak
 from dtensor_sample.ops.kernels.threshold import (
@@ -93,6 +93,7 @@ def _shortlist_kernel(
         item = turn * tl.num_programs(0) + tl.program_id(0)
         row, segment = item // segments, item % segments
         source = source_row(rows_ptr, row, HAS_ROWS)
+        own = row_edits(row, edits)
         x = x_ptr + tl.maximum(source, 0) * stride_n
         found = value_ptr + item.to(tl.int64) * stride * 2
         held = held_ptr + item.to(tl.int64) * stride * 8
@@ -107,7 +108,7 @@ def _shortlist_kernel(
             least = largest_top(tops, SIZE, highest, SHIFT)
             few = choose(listed, tops >= least, segment * _PARTS * BLOCKS + block)
             have = list_tokens(
-                tokens, x, row, edits, listed, few, least,
+                tokens, x, own, listed, few, least,
                 stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                 TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
             )  # fmt: skip
@@ -127,7 +128,7 @@ def _shortlist_kernel(
                 larger = tl.sum(chosen, 0)
             else:
                 count, _more, _most = amounts(
-                    x, row, edits, listed, few, least, least, least, peak, least, 0.0, 1.0,
+                    x, own, listed, few, least, least, least, peak, least, 0.0, 1.0,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                     False, PACKED, TOP, UNIT, ALIGNED, 0, False, BLOCKS, CHUNK, STEPS, TILE,
                 )  # fmt: skip
@@ -136,7 +137,7 @@ def _shortlist_kernel(
                 beyond = tl.zeros([], tl.int64)
                 r1, r2 = expect(low, count, highest, beyond, target, SHIFT)
                 rank = search(
-                    x, row, edits, listed, few, low, highest, count, beyond, target, r1, r2,
+                    x, own, listed, few, low, highest, count, beyond, target, r1, r2,
                     peak, least, 0.0, 1.0,
                     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                     False, PACKED, TOP, UNIT, ALIGNED, SHIFT, 0, False, BLOCKS, CHUNK, STEPS, TILE,
@@ -144,7 +145,7 @@ def _shortlist_kernel(
                 last = tl.where(count < SIZE, -_INF, value_of(rank, SHIFT))
                 for start in range(0, few, TILE // (STEPS * CHUNK)):
                     values, _column, part, _exists = read(
-                        x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source,
+                        x, own, listed, few, start, stride_s, stride_v, first_ptr, source,
                         width, part_columns, vocab_size, TOP, UNIT, ALIGNED,
                         BLOCKS, CHUNK, STEPS, TILE,
                     )  # fmt: skip

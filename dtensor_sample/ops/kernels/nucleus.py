@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_sample.ops.kernels.edits import edit_arguments, fetch, value_dtype
+from dtensor_sample.ops.kernels.edits import edit_arguments, fetch, row_edits, value_dtype
 from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.passes import CHUNK
 from dtensor_sample.ops.kernels.threshold import (
@@ -119,6 +119,7 @@ def _guess_kernel(
     tl.store(bracket_ptr + row * 3 + 1, 0)
     if alone & (top_p < _TOP_P_ONE) & (peak > -_INF):
         source = source_row(rows_ptr, row, HAS_ROWS)
+        own = row_edits(row, edits)
         x = x_ptr + source * stride_n
         scale = tl.load(scale_ptr + row)
         floor = tl.load(floor_ptr + row)
@@ -141,7 +142,7 @@ def _guess_kernel(
             bound += 1
         few = choose(listed, tops >= value_of(bound, SHIFT), block)
         values, _, _, _ = read(
-            x, row, edits, listed, few, 0, stride_s, stride_v, first_ptr, source, width,
+            x, own, listed, few, 0, stride_s, stride_v, first_ptr, source, width,
             part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS,
             FEW * STEPS * CHUNK,
         )  # fmt: skip
@@ -156,7 +157,7 @@ def _guess_kernel(
             every = tl.cdiv(all_blocks, FEW)
             few = choose(listed, (block < all_blocks) & (block % every == every // 2), block)
             values, _, _, _ = read(
-                x, row, edits, listed, few, 0, stride_s, stride_v, first_ptr, source, width,
+                x, own, listed, few, 0, stride_s, stride_v, first_ptr, source, width,
                 part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS,
                 FEW * STEPS * CHUNK,
             )  # fmt: skip
@@ -233,13 +234,14 @@ def _bins_kernel(
     high = tl.load(bracket_ptr + row * 3 + 1)
     if low <= high:
         source = source_row(rows_ptr, row, HAS_ROWS)
+        own = row_edits(row, edits)
         x = x_ptr + source * stride_n + segment.to(tl.int64) * stride_s
         count = segment_count(first_ptr, segment, source, width, vocab_size)
         peak = tl.load(peak_ptr + row)
         scale = tl.load(scale_ptr + row)
         floor = tl.load(floor_ptr + row)
         mass = add_up(
-            x, begin, tl.minimum(begin + ITEM, count), stride_v, segment * width, row, edits,
+            x, begin, tl.minimum(begin + ITEM, count), stride_v, segment * width, own,
             low, high, peak, floor, scale, bin_ptr + row * (_BINS + 1),
             TOP, UNIT, SHIFT, unit_bits, EXACT, THREADS,
         )  # fmt: skip
@@ -281,6 +283,7 @@ def _settle_kernel(
     if low <= high:
         target = tl.load(bracket_ptr + row * 3 + 2)
         source = source_row(rows_ptr, row, HAS_ROWS)
+        own = row_edits(row, edits)
         x = x_ptr + source * stride_n
         peak = tl.load(peak_ptr + row)
         scale = tl.load(scale_ptr + row)
@@ -317,7 +320,7 @@ def _settle_kernel(
                 for segment in range(segments):
                     count = segment_count(first_ptr, segment, source, width, vocab_size)
                     mass += add_up(
-                        start, 0, count, stride_v, segment * width, row, edits,
+                        start, 0, count, stride_v, segment * width, own,
                         low, high, peak, floor, scale, bins,
                         TOP, UNIT, SHIFT, unit_bits, EXACT, THREADS,
                     )  # fmt: skip
@@ -328,7 +331,7 @@ def _settle_kernel(
 
 @triton.jit
 def add_up(
-    x, begin, end, stride_v, base, row, edits, low, high, peak, floor, scale, bins,
+    x, begin, end, stride_v, base, edits, low, high, peak, floor, scale, bins,
     TOP: tl.constexpr, UNIT: tl.constexpr, SHIFT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -341,17 +344,17 @@ def add_up(
     least = tl.maximum(least, first)
     total = tl.zeros([THREADS], tl.int64)
     full = begin
-    if EXACT and edits[0] is None:  # edits take care
+    if EXACT and len(edits) == 1:  # edits take care
         if is_tame(peak, scale, TOP):
             full += tl.maximum(end - begin, 0) // (8 * THREADS) * (8 * THREADS)
         for start in range(begin, full, 8 * THREADS):
             total = _add_tiles(
-                x, start, end, stride_v, base, row, edits, low, high, peak, least, lowest,
+                x, start, end, stride_v, base, edits, low, high, peak, least, lowest,
                 scale, bins, total, "least", TOP, UNIT, SHIFT, unit_bits, EXACT, THREADS,
             )  # fmt: skip
     for start in range(full, end, 8 * THREADS):
         total = _add_tiles(
-            x, start, end, stride_v, base, row, edits, low, high, peak, least, lowest,
+            x, start, end, stride_v, base, edits, low, high, peak, least, lowest,
             scale, bins, total, "exact", TOP, UNIT, SHIFT, unit_bits, EXACT, THREADS,
         )  # fmt: skip
     return tl.sum(total, 0)
@@ -359,7 +362,7 @@ def add_up(
 
 @triton.jit
 def _add_tiles(
-    x, start, end, stride_v, base, row, edits, low, high, peak, least, lowest, scale, bins, total,
+    x, start, end, stride_v, base, edits, low, high, peak, least, lowest, scale, bins, total,
     KEEP: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr, SHIFT: tl.constexpr,
     unit_bits, EXACT: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -380,7 +383,7 @@ def _add_tiles(
                 values = load(x, column, stride_v, None, UNIT)
             else:
                 here = column < end
-                values = fetch(x, column, stride_v, here, here, base, row, edits, TOP, UNIT)
+                values = fetch(x, column, stride_v, here, here, base, edits, TOP, UNIT)
             if EXACT:
                 units = weight(values, peak, least, lowest, scale, KEEP)
                 sums += units

@@ -18,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_sample.ops.kernels.edits import edit, edit_arguments, fetch, value_dtype
+from dtensor_sample.ops.kernels.edits import edit, edit_arguments, fetch, row_edits, value_dtype
 from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.values import (
     EXACT_BITS,
+    clean,
     integer_sum,
     integer_weight,
     is_tame,
@@ -63,6 +64,7 @@ def _peaks_kernel(
     vocab_size,
     TOP: tl.constexpr,  # largest finite value of the logits' dtype
     UNIT: tl.constexpr,  # stride_v is 1
+    ALIGNED: tl.constexpr,  # edited rows of whole chunks
     HAS_ROWS: tl.constexpr,
     HAS_TOPS: tl.constexpr,
     G: tl.constexpr,  # parts of an item
@@ -73,9 +75,12 @@ def _peaks_kernel(
 
     Example: parts [1, nan] and [7, inf] in float16 have peaks [1, 65504] and NaN counts [1, 0].
     """
+    if ALIGNED:  # the compiler sees that it divides
+        width = width // _CHUNK * _CHUNK
     item = tl.program_id(0)
     row, segment, begin = item_place(item, segments, G)
     source = source_row(rows_ptr, row, HAS_ROWS)
+    own = row_edits(row, edits)
     count = segment_count(first_ptr, segment, source, width, vocab_size)
     x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
     if edits[0] is None:
@@ -83,7 +88,7 @@ def _peaks_kernel(
         best = tl.minimum(best, TOP) + 0.0  # -0 is +0
     else:
         best, nans = _edited_peaks(
-            x, begin, stride_v, width, part_columns, count, segment * width, row, edits,
+            x, begin, stride_v, width, part_columns, count, segment * width, own,
             TOP, UNIT, G, LANES,
         )  # fmt: skip
     part = item.to(tl.int64) * G + tl.arange(0, G)
@@ -129,10 +134,11 @@ def _peak_kernel(
     column = tl.zeros([], tl.int32)
     if holder >= 0:
         source = source_row(rows_ptr, row, HAS_ROWS)
+        own = row_edits(row, edits)
         count = segment_count(first_ptr, segment, source, width, vocab_size)
         x = x_ptr + source * stride_n + segment.to(tl.int64) * stride_s
         column = first_of(
-            x, holder, stride_v, width, part_columns, count, peak, segment * width, row, edits,
+            x, holder, stride_v, width, part_columns, count, peak, segment * width, own,
             TOP, UNIT, TILE,
         )  # fmt: skip
     bits = peak.to(tl.int32, bitcast=True).to(tl.int64)
@@ -167,6 +173,7 @@ def _masses_kernel(
     vocab_size,
     TOP: tl.constexpr,  # largest finite value of the logits' dtype
     UNIT: tl.constexpr,  # stride_v is 1
+    ALIGNED: tl.constexpr,  # edited rows of whole chunks
     HAS_ROWS: tl.constexpr,
     WHOLE: tl.constexpr,  # all segments are here: find peaks, argmaxes and NaN counts of rows too
     unit_bits,  # S of `weight_bits`
@@ -179,9 +186,12 @@ def _masses_kernel(
 
     Example: at scale 1, the part [7.5, -inf] of a row whose peak is 7.5 weighs 2**S.
     """
+    if ALIGNED:  # the compiler sees that it divides
+        width = width // _CHUNK * _CHUNK
     item = tl.program_id(0)
     row, segment, begin = item_place(item, segments, G)
     source = source_row(rows_ptr, row, HAS_ROWS)
+    own = row_edits(row, edits)
     count = segment_count(first_ptr, segment, source, width, vocab_size)
     x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
     scale = tl.load(scale_ptr + row)
@@ -193,7 +203,7 @@ def _masses_kernel(
         floor = tl.load(floor_ptr + row)
     mass = _masses(
         x, begin, stride_v, width, part_columns, count, peak, floor, scale,
-        segment * width, row, edits, TOP, UNIT, unit_bits, EXACT, G, LANES,
+        segment * width, own, TOP, UNIT, unit_bits, EXACT, G, LANES,
     )  # fmt: skip
     tl.store(mass_ptr + item.to(tl.int64) * G + tl.arange(0, G), mass)
     if WHOLE:
@@ -206,7 +216,7 @@ def _masses_kernel(
         place = holder - segment * _PARTS
         if (place >= begin) & (place < begin + G):
             column = first_of(
-                x, place, stride_v, width, part_columns, count, peak, segment * width, row, edits,
+                x, place, stride_v, width, part_columns, count, peak, segment * width, own,
                 TOP, UNIT, G * LANES,
             )  # fmt: skip
             tl.store(argmax_ptr + row, tl.load(first_ptr + segment) + column)
@@ -283,7 +293,7 @@ def _peaks(
 
 @triton.jit
 def _edited_peaks(
-    x, begin, stride_v, width, part_columns, count, base, row, edits,
+    x, begin, stride_v, width, part_columns, count, base, edits,
     TOP: tl.constexpr, UNIT: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """What `_peaks` finds, of edited values; NaN are counted before."""
@@ -292,11 +302,11 @@ def _edited_peaks(
     best = tl.full([G, LANES], -_INF, tl.float32)
     nans = tl.zeros([G, LANES], tl.int32)
     for step in range(0, tl.where(begin * part_columns < count, part_columns, 0), LANES):
-        wanted = (lane + step < part_columns) & (column + step < count)
-        values = load(x, column + step, stride_v, wanted, UNIT)
+        present = (lane + step < part_columns) & (column + step < width)
+        values = load(x, column + step, stride_v, present, UNIT)
+        values = clean(values, column + step < count, TOP)
         nans += (values != values).to(tl.int32)
-        values = tl.where(values > TOP, TOP, values)
-        best = tl.maximum(best, edit(values, base + column + step, wanted, row, edits))
+        best = tl.maximum(best, edit(values, base + column + step, present, edits, True))
     return best, nans
 
 
@@ -308,7 +318,7 @@ def _max(a, b):
 
 @triton.jit
 def _masses(
-    x, begin, stride_v, width, part_columns, count, peak, floor, scale, base, row, edits,
+    x, begin, stride_v, width, part_columns, count, peak, floor, scale, base, edits,
     TOP: tl.constexpr, UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
     G: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -319,7 +329,7 @@ def _masses(
     if EXACT:
         total = unit_sum(column, unit_bits)
         quick = False
-        if edits[0] is None:  # edited values take care
+        if len(edits) == 1:  # edited values take care
             quick = in_chunks(begin, part_columns, count, G) & is_tame(peak, scale, TOP)
         if quick:
             # Two loads are under way at once; masked ones the compiler would put off.
@@ -344,8 +354,8 @@ def _masses(
             for step in range(0, tl.where(begin * part_columns < count, part_columns, 0), LANES):
                 present = (lane + step < part_columns) & (column + step < width)
                 values = fetch(
-                    x, column + step, stride_v, present, column + step < count, base, row, edits,
-                    TOP, UNIT,
+                    x, column + step, stride_v, present, column + step < count, base, edits,
+                    TOP, UNIT, True,
                 )  # fmt: skip
                 total += weight(values, peak, least, lowest, scale, "exact")
         sums = integer_sum(total, unit_bits)
@@ -354,8 +364,8 @@ def _masses(
         for step in range(0, part_columns, LANES):
             present = (lane + step < part_columns) & (column + step < width)
             values = fetch(
-                x, column + step, stride_v, present, column + step < count, base, row, edits,
-                TOP, UNIT,
+                x, column + step, stride_v, present, column + step < count, base, edits,
+                TOP, UNIT, True,
             )  # fmt: skip
             sums += integer_weight(values, peak, least, scale, unit_bits, EXACT)
     return tl.sum(sums, 1)
@@ -376,13 +386,13 @@ def row_peak(part_peak_ptr, part_nans_ptr, row, segments, ALL_PARTS: tl.constexp
 
 @triton.jit
 def first_of(
-    x, part, stride_v, width, part_columns, count, value, base, row, edits,
+    x, part, stride_v, width, part_columns, count, value, base, edits,
     TOP: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The first column of a part that holds a value."""
     found = tl.full([TILE], _NOWHERE, tl.int32)
     quick = False
-    if edits[0] is None:  # +inf counts as TOP
+    if len(edits) == 1:  # +inf counts as TOP
         quick = value < TOP
     for step in range(0, part_columns, TILE):
         column = part * part_columns + step + tl.arange(0, TILE)
@@ -390,7 +400,7 @@ def first_of(
             values = load(x, column, stride_v, column < count, UNIT)
         else:
             values = fetch(
-                x, column, stride_v, column < width, column < count, base, row, edits, TOP, UNIT
+                x, column, stride_v, column < width, column < count, base, edits, TOP, UNIT
             )
         found = tl.minimum(found, tl.where(values == value, column, _NOWHERE))
     return tl.min(found, 0)
@@ -435,6 +445,7 @@ def first_pass(
             vocab_size,
             TOP=torch.finfo(x_NSv.dtype).max,
             UNIT=x_NSv.stride(2) == 1,
+            ALIGNED=bool(edits) and v % CHUNK == 0,
             HAS_ROWS=rows_R is not None,
             HAS_TOPS=tops,
             G=G,
@@ -550,6 +561,7 @@ def second_pass(
             vocab_size,
             TOP=torch.finfo(x_NSv.dtype).max,
             UNIT=x_NSv.stride(2) == 1,
+            ALIGNED=bool(edits) and v % CHUNK == 0,
             HAS_ROWS=rows_R is not None,
             WHOLE=given[0] is not None,
             unit_bits=bits,

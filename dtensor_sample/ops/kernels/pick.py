@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_sample.ops.kernels.edits import edit, edit_arguments, fetch
+from dtensor_sample.ops.kernels.edits import edit, edit_arguments, fetch, row_edits
 from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.residual import (
     NO_PLACES,
@@ -145,7 +145,7 @@ def _pick_kernel(
                         token = _token_of(
                             of_row, chosen, point, running,
                             x_ptr, stride_n, stride_s, stride_v, first_ptr, draft, draft_stride_w,
-                            place, edits, draft_edits, width, part_columns, vocab_size,
+                            edits, row_edits(place, draft_edits), width, part_columns, vocab_size,
                             True, draft_ptr is not None, TOP, UNIT, DRAFT_TOP, DRAFT_UNIT,
                             unit_bits, EXACT, TILE,
                         )  # fmt: skip
@@ -159,7 +159,7 @@ def _pick_kernel(
             if (chosen >= 0) & (chosen < segments * _PARTS):
                 token = _token_of(
                     of_row, chosen, point, running,
-                    x_ptr, stride_n, stride_s, stride_v, first_ptr, None, 0, row, edits, edits,
+                    x_ptr, stride_n, stride_s, stride_v, first_ptr, None, 0, edits, edits,
                     width, part_columns, vocab_size,
                     False, False, TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT, TILE,
                 )  # fmt: skip
@@ -213,7 +213,7 @@ def _of_row(row, rows_ptr, peak_ptr, floor_ptr, scale_ptr, HAS_ROWS: tl.constexp
 @triton.jit
 def _token_of(
     of_row, part, point, running,
-    x_ptr, stride_n, stride_s, stride_v, first_ptr, draft, draft_stride, place, edits, draft_edits,
+    x_ptr, stride_n, stride_s, stride_v, first_ptr, draft, draft_stride, edits, draft_edits,
     width, part_columns, vocab_size,
     RESIDUAL: tl.constexpr, DRAFTED: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr,
     DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
@@ -223,7 +223,7 @@ def _token_of(
 
     Args:
         of_row: see `_of_row`.
-        draft, draft_stride, place: see `_amounts`.
+        draft, draft_stride: see `_amounts`.
         running: the sum of all before the part.
     """
     source, row, peak, floor, scale = of_row
@@ -235,9 +235,10 @@ def _token_of(
     stop = tl.maximum(tl.minimum(begin + part_columns, width), begin)
     end = tl.maximum(tl.minimum(stop, count), begin)
     least, lowest = row_limits(peak, floor, scale)
-    target = (x, stride_v, peak, least, lowest, scale, segment * width, row)
+    target = (x, stride_v, peak, least, lowest, scale, segment * width)
+    edits = row_edits(row, edits)
     column = _column_beyond(
-        target, draft, draft_stride, place, point, running, begin, stop, end, edits, draft_edits,
+        target, draft, draft_stride, point, running, begin, stop, end, edits, draft_edits,
         RESIDUAL, DRAFTED, TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT, TILE,
     )  # fmt: skip
     return tl.where(column < end, first + column, -1)
@@ -245,7 +246,7 @@ def _token_of(
 
 @triton.jit
 def _column_beyond(
-    target, draft, draft_stride, place, point, running, begin, stop, end, edits, draft_edits,
+    target, draft, draft_stride, point, running, begin, stop, end, edits, draft_edits,
     RESIDUAL: tl.constexpr, DRAFTED: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr,
     DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
     TILE: tl.constexpr,
@@ -255,7 +256,7 @@ def _column_beyond(
     Block by block, then token by token in the block that holds the point.
 
     Args:
-        target, draft, draft_stride, place, stop: see `_amounts`.
+        target, draft, draft_stride, stop: see `_amounts`.
         running: the sum of all before `begin`.
     """
     block = tl.arange(0, TILE // _BLOCK)
@@ -264,7 +265,7 @@ def _column_beyond(
     before = running
     for step in range(0, stop - begin, TILE):
         amount = _amounts(
-            column + step, stop, end, target, draft, draft_stride, place, edits, draft_edits,
+            column + step, stop, end, target, draft, draft_stride, edits, draft_edits,
             RESIDUAL, DRAFTED, TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
         )  # fmt: skip
         after = running + tl.cumsum(tl.sum(amount, 1), 0)
@@ -275,7 +276,7 @@ def _column_beyond(
         first = tl.minimum(first, end - left)
     columns = first + tl.arange(0, _BLOCK)
     amounts = _amounts(
-        columns, stop, end, target, draft, draft_stride, place, edits, draft_edits,
+        columns, stop, end, target, draft, draft_stride, edits, draft_edits,
         RESIDUAL, DRAFTED, TOP, UNIT, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
     )  # fmt: skip
     found = (before + tl.cumsum(amounts, 0) > point) & (columns < end)
@@ -284,7 +285,7 @@ def _column_beyond(
 
 @triton.jit
 def _amounts(
-    column, stop, end, target, draft, draft_stride, place, edits, draft_edits,
+    column, stop, end, target, draft, draft_stride, edits, draft_edits,
     RESIDUAL: tl.constexpr, DRAFTED: tl.constexpr, TOP: tl.constexpr, UNIT: tl.constexpr,
     DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr, unit_bits, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -292,33 +293,33 @@ def _amounts(
 
     Args:
         stop: columns before it may be read.
-        target: a pointer to column 0, the stride between columns, peak, limits, scale, what columns
-            of the segment follow, and the row.
+        target: a pointer to column 0, the stride between columns, peak, limits, scale, and how many
+            columns of the row's segments are before this one.
         draft: what `place_of` tells, if RESIDUAL.
         draft_stride: between its columns.
-        place: which one that is.
+        edits, draft_edits: of `row_edits`.
         DRAFTED: whether any draft has logits.
     """
-    x, stride, peak, least, lowest, scale, base, row = target
+    x, stride, peak, least, lowest, scale, base = target
     present, wanted = column < stop, column < end
     if RESIDUAL:
         factor, draft_x, left, hot, draft_peak, draft_least, _, draft_scale, draft_factor = draft
-        values = fetch(x, column, stride, present, wanted, base, row, edits, TOP, UNIT)
+        values = fetch(x, column, stride, present, wanted, base, edits, TOP, UNIT)
         amount = residual(
             values, column, peak, least, scale, factor, draft_x, draft_stride, left, hot,
-            draft_peak, draft_least, draft_scale, draft_factor, base, place, draft_edits,
+            draft_peak, draft_least, draft_scale, draft_factor, base, draft_edits,
             DRAFTED, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
         )  # fmt: skip
     else:
         quick = False
-        if EXACT and edits[0] is None:
+        if EXACT and len(edits) == 1:
             quick = is_tame(peak, scale, TOP)
         if quick:
             values = tl.where(wanted, load(x, column, stride, present, UNIT), -_INF)
             units = weight(values, peak, least, lowest, scale, "least")
             amount = integer_sum(unit_sum(column, unit_bits) + units, unit_bits)
         else:
-            values = fetch(x, column, stride, present, wanted, base, row, edits, TOP, UNIT)
+            values = fetch(x, column, stride, present, wanted, base, edits, TOP, UNIT)
             amount = integer_weight(values, peak, least, scale, unit_bits, EXACT)
     return amount
 
@@ -363,7 +364,7 @@ def _lookup_kernel(
     at = tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s + column * stride_v
     x = clean(tl.load(x_ptr + at, mask=here, other=-_INF).to(tl.float32), here, TOP)
     if edits[0] is not None:
-        x = edit(x, segment.to(tl.int64) * width + column, here, row, edits)
+        x = edit(x, segment.to(tl.int64) * width + column, here, row_edits(row, edits))
     peak = tl.load(peak_ptr + row)
     scale = tl.load(scale_ptr + row)
     least, _ = row_limits(peak, tl.load(floor_ptr + row), scale)

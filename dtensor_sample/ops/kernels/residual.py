@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_sample.ops.kernels.edits import NO_EDITS, edit_arguments, fetch
+from dtensor_sample.ops.kernels.edits import NO_EDITS, edit_arguments, fetch, row_edits
 from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.passes import chunked, in_chunks, item_parts, item_place
 from dtensor_sample.ops.kernels.values import (
@@ -131,19 +131,19 @@ def place_of(
 @triton.jit
 def residual(
     values, column, peak, least, scale, factor, draft, draft_stride_w, left, hot,
-    draft_peak, draft_least, draft_scale, draft_factor, base, row, draft_edits,
+    draft_peak, draft_least, draft_scale, draft_factor, base, draft_edits,
     DRAFTED: tl.constexpr, DRAFT_TOP: tl.constexpr, DRAFT_UNIT: tl.constexpr,
     unit_bits, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The int64 max(ratio * p - q, 0) of columns of a segment, given the target's clean values.
 
-    `row`: the draft's. DRAFTED: whether any draft has logits.
+    `draft_edits`: of `row_edits`. DRAFTED: whether any draft has logits.
     """
     p = share(values, peak, least, 0.0, scale, factor, "exact", unit_bits, EXACT)
     if DRAFTED:
         there = column < left
         drafted = fetch(
-            draft, column, draft_stride_w, there, there, base, row, draft_edits,
+            draft, column, draft_stride_w, there, there, base, draft_edits,
             DRAFT_TOP, DRAFT_UNIT,
         )  # fmt: skip
         q = share(
@@ -279,6 +279,8 @@ def _residual_mass_kernel(
         tl.store(mass, tl.zeros([G], tl.int64))
         return
     source = source_row(rows_ptr, row, HAS_ROWS)
+    own = row_edits(row, edits)
+    draft_own = row_edits(place, draft_edits)
     count = segment_count(first_ptr, segment, source, width, vocab_size)
     x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
     peak = tl.load(peak_ptr + row)
@@ -328,10 +330,10 @@ def _residual_mass_kernel(
         for step in range(0, tl.where(begin * part_columns < count, part_columns, 0), LANES):
             wanted = (lane + step < part_columns) & (column + step < count)
             base = segment * width
-            values = fetch(x, column + step, stride_v, wanted, wanted, base, row, edits, TOP, UNIT)
+            values = fetch(x, column + step, stride_v, wanted, wanted, base, own, TOP, UNIT)
             total += residual(
                 values, column + step, peak, least, scale, factor, draft, draft_stride_w, left,
-                hot, draft_peak, draft_least, draft_scale, draft_factor, base, place, draft_edits,
+                hot, draft_peak, draft_least, draft_scale, draft_factor, base, draft_own,
                 draft_ptr is not None, DRAFT_TOP, DRAFT_UNIT, unit_bits, EXACT,
             )  # fmt: skip
     tl.store(mass, tl.sum(total, 1))

@@ -120,7 +120,7 @@ def choose(listed, chosen, block):
 
 @triton.jit
 def read(
-    x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
+    x, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
     part_columns, vocab_size,
     TOP: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
@@ -150,13 +150,13 @@ def read(
     x += segment.to(tl.int64)[:, None, None] * stride_s
     wanted = present & (column < count[:, None, None])
     base = segment.to(tl.int64)[:, None, None] * width
-    values = fetch(x, column, stride_v, present, wanted, base, row, edits, TOP, UNIT)
+    values = fetch(x, column, stride_v, present, wanted, base, edits, TOP, UNIT)
     return values, base.to(tl.int32) + column, part, exists
 
 
 @triton.jit
 def list_tokens(
-    tokens, x, row, edits, listed, few, least,
+    tokens, x, edits, listed, few, least,
     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
     TOP: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
@@ -170,7 +170,7 @@ def list_tokens(
     have = tl.zeros([], tl.int32)
     for start in range(0, few, TILE // (STEPS * CHUNK)):
         values, column, _, _ = read(
-            x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
+            x, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
             part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
         )  # fmt: skip
         values = tl.reshape(values, [TILE]) + 0.0  # -0 is +0
@@ -219,7 +219,7 @@ def _listed_value(tokens, entry, have):
 
 @triton.jit
 def amounts(
-    x, row, edits, listed, few, v0, v1, v2, peak, least, lowest, scale,
+    x, edits, listed, few, v0, v1, v2, peak, least, lowest, scale,
     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
     WEIGHTED: tl.constexpr, PACKED: tl.constexpr, TOP: tl.constexpr,
     UNIT: tl.constexpr, ALIGNED: tl.constexpr, unit_bits, EXACT: tl.constexpr,
@@ -233,7 +233,7 @@ def amounts(
     a0, a1, a2 = zeros, zeros, zeros
     for start in range(0, few, TILE // (STEPS * CHUNK)):
         values, _, _, _ = read(
-            x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
+            x, edits, listed, few, start, stride_s, stride_v, first_ptr, source, width,
             part_columns, vocab_size, TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
         )  # fmt: skip
         if IN_FLOATS:
@@ -267,7 +267,7 @@ def amounts(
 
 @triton.jit
 def search(
-    x, row, edits, listed, few, low, high, at_low, beyond, target, r1, r2,
+    x, edits, listed, few, low, high, at_low, beyond, target, r1, r2,
     peak, least, lowest, scale,
     stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
     WEIGHTED: tl.constexpr, PACKED: tl.constexpr, TOP: tl.constexpr,
@@ -285,7 +285,7 @@ def search(
         r1 = tl.minimum(tl.maximum(r1, low + 1), high)
         r2 = tl.minimum(tl.maximum(r2, low + 1), high)
         a0, a1, a2 = amounts(
-            x, row, edits, listed, few,
+            x, edits, listed, few,
             value_of(middle, SHIFT), value_of(r1, SHIFT), value_of(r2, SHIFT),
             peak, least, lowest, scale,
             stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dtensor_sample.ops.edits import Edits
-from dtensor_sample.ops.kernels.edits import edit_arguments, fetch
+from dtensor_sample.ops.kernels.edits import edit_arguments, fetch, row_edits
 from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.values import segment_count, source_row
 from dtensor_sample.ops.peak import LAST_ID, pack_value
@@ -58,11 +58,12 @@ def _block_tops_kernel(
     segment = tl.program_id(0) // pieces % segments
     row = tl.program_id(0) // pieces // segments
     source = source_row(rows_ptr, row, HAS_ROWS)
+    own = row_edits(row, edits)
     count = segment_count(first_ptr, segment, source, width, vocab_size)
     x = x_ptr + tl.maximum(source, 0) * stride_n + segment.to(tl.int64) * stride_s
     column = piece * BLOCKS * BLOCK + tl.arange(0, BLOCKS * BLOCK)
     values = 0.0 + fetch(
-        x, column, stride_v, column < width, column < count, segment * width, row, edits, TOP, UNIT
+        x, column, stride_v, column < width, column < count, segment * width, own, TOP, UNIT
     )
     bits = values.to(tl.int32, bitcast=True).to(tl.int64)
     key = tl.where(bits >= 0, bits + (1 << 31), -1 - bits)

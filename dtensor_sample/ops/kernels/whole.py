@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_sample.ops.kernels.edits import edit_arguments, value_dtype
+from dtensor_sample.ops.kernels.edits import edit_arguments, row_edits, value_dtype
 from dtensor_sample.ops.kernels.launch import kernel
 from dtensor_sample.ops.kernels.nucleus import nucleus
 from dtensor_sample.ops.kernels.passes import (
@@ -115,6 +115,7 @@ def _whole_kernel(
     for turn in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
         row = turn * tl.num_programs(0) + tl.program_id(0)
         source = source_row(rows_ptr, row, HAS_ROWS)
+        own = row_edits(row, edits)
         x = x_ptr + tl.maximum(source, 0) * stride_n
         peak, holder, nans = row_peak(part_peak_ptr, part_nans_ptr, row, segments, ALL_PARTS)
         scale = tl.load(scale_ptr + row)
@@ -139,13 +140,13 @@ def _whole_kernel(
                 few = choose(listed, tops >= least, block)
                 if top_k <= _LISTED:
                     have = list_tokens(
-                        tokens, x, row, edits, listed, few, least,
+                        tokens, x, own, listed, few, least,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                         TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
                     )  # fmt: skip
                 if have > _LISTED:
                     count, _more, _most = amounts(
-                        x, row, edits, listed, few, least, least, least, peak, least, 0.0, scale,
+                        x, own, listed, few, least, least, least, peak, least, 0.0, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                         False, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
                         BLOCKS, CHUNK, STEPS, TILE,
@@ -155,7 +156,7 @@ def _whole_kernel(
                     beyond = tl.zeros([], tl.int64)
                     r1, r2 = expect(low, count, highest, beyond, target, SHIFT)
                     rank = search(
-                        x, row, edits, listed, few, low, highest, count, beyond, target, r1, r2,
+                        x, own, listed, few, low, highest, count, beyond, target, r1, r2,
                         peak, least, 0.0, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                         False, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
@@ -191,7 +192,7 @@ def _whole_kernel(
                     least, lowest = row_limits(peak, floor, scale)
                     few = choose(listed, tops >= least, block)
                     all_mass, _more, _most = amounts(
-                        x, row, edits, listed, few, least, least, least, peak, least, lowest, scale,
+                        x, own, listed, few, least, least, least, peak, least, lowest, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                         True, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
                         BLOCKS, CHUNK, STEPS, TILE,
@@ -201,7 +202,7 @@ def _whole_kernel(
                     beyond = tl.zeros([], tl.int64)
                     r1, r2 = expect(low, all_mass, highest, beyond, target, SHIFT)
                     rank = search(
-                        x, row, edits, listed, few, low, highest, all_mass, beyond, target, r1, r2,
+                        x, own, listed, few, low, highest, all_mass, beyond, target, r1, r2,
                         peak, least, lowest, scale,
                         stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
                         True, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
@@ -213,7 +214,7 @@ def _whole_kernel(
                 few = choose(listed, tops >= least, block)
                 for start in range(0, few, TILE // (STEPS * CHUNK)):
                     values, _column, part, exists = read(
-                        x, row, edits, listed, few, start, stride_s, stride_v, first_ptr, source,
+                        x, own, listed, few, start, stride_s, stride_v, first_ptr, source,
                         width, part_columns, vocab_size, TOP, UNIT, ALIGNED,
                         BLOCKS, CHUNK, STEPS, TILE,
                     )  # fmt: skip
@@ -228,7 +229,7 @@ def _whole_kernel(
                     count = tl.minimum(tl.maximum(vocab_size - first, 0), width).to(tl.int32)
                     column = first_of(
                         x + segment.to(tl.int64) * stride_s, holder % _PARTS, stride_v, width,
-                        part_columns, count, peak, segment * width, row, edits, TOP, UNIT, TILE,
+                        part_columns, count, peak, segment * width, own, TOP, UNIT, TILE,
                     )  # fmt: skip
                     tl.store(argmax_ptr + row, first + column)
         tl.store(floor_ptr + row, floor)
