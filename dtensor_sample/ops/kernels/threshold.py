@@ -186,9 +186,12 @@ def list_tokens(
 
 @triton.jit
 def listed_amounts(
-    tokens, have, peak, least, scale, unit_bits, WEIGHTED: tl.constexpr, EXACT: tl.constexpr
+    tokens, have, peak, least, scale, unit_bits, weighted, EXACT: tl.constexpr
 ):  # fmt: skip
-    """[LISTED] listed values, -inf beyond the last; how many are as large, and what those weigh."""
+    """[LISTED] listed values, -inf beyond the last; how many are as large, and what those weigh.
+
+    Nothing if not `weighted`.
+    """
     entry = tl.arange(0, _LISTED)
     value = _listed_value(tokens, entry, have)
     counts = tl.zeros([_LISTED, _AT_ONCE], tl.int32)
@@ -197,7 +200,7 @@ def listed_amounts(
         theirs = _listed_value(tokens, start + tl.arange(0, _AT_ONCE), have)
         as_large = theirs[None, :] >= value[:, None]
         counts += as_large.to(tl.int32)
-        if WEIGHTED:
+        if weighted:
             weights = integer_weight(theirs, peak, least, scale, unit_bits, EXACT)
             masses += tl.where(as_large, weights[None, :], 0)
     return value, tl.sum(counts, 1), tl.sum(masses, 1)

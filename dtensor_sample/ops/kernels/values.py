@@ -15,9 +15,10 @@ import triton.language as tl
 from dtensor_sample.ops.values import COEFFICIENTS, LOWEST_EXPONENT
 
 SIZES = (
-    "K", "blocks", "cache_width", "column_stride", "draft_width", "first_part", "level", "parts",
-    "requests", "row_stride", "rows", "segment_stride", "segments", "size", "spare_row_stride",
-    "spare_segment_stride", "step", "stride_v", "tokens", "unit_bits", "vocab_size", "width",
+    "K", "blocks", "cache_width", "column_stride", "draft_width", "first_part", "floors", "level",
+    "parts", "requests", "row_stride", "rows", "segment_stride", "segments", "size",
+    "spare_row_stride", "spare_segment_stride", "step", "stride_v", "tokens", "unit_bits",
+    "use_top_k", "use_top_p", "vocab_size", "width",
 )  # fmt: skip
 """Arguments of kernels whose values bring no variant of the kernel's own: compiling takes long."""
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")

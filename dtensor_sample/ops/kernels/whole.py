@@ -78,10 +78,13 @@ def _whole_kernel(
     top_p_ptr,  # [R] int64
     peak_ptr,  # out: [R] float32
     floor_ptr,  # out: [R] float32
-    mass_ptr,  # zeros, out: [R, S, PARTS] int64; this and what follows unless NUCLEUS
+    mass_ptr,  # zeros, out: [R, S, PARTS] int64; this and what follows unless `floors`
     argmax_ptr,  # out: [R] int64
     nans_ptr,  # out: [R] int64
     edits,  # of `edit_arguments`
+    use_top_k,  # above 0: rows may use it
+    use_top_p,
+    floors,  # above 0: only floors are wanted, and only of rows with top-k
     rows,  # R
     segments,  # S
     width,  # v
@@ -92,9 +95,6 @@ def _whole_kernel(
     ALIGNED: tl.constexpr,  # width divides by CHUNK
     PACKED: tl.constexpr,  # counts of tokens of a row fit 21 bits
     HAS_ROWS: tl.constexpr,
-    TOP_K: tl.constexpr,  # whether any row uses top-k
-    TOP_P: tl.constexpr,  # whether any row uses top-p
-    NUCLEUS: tl.constexpr,  # only floors are wanted, and only of rows with top-k; needs TOP_K
     SHIFT: tl.constexpr,  # float32 bits that `value_dtype` lacks
     unit_bits,  # S of `weight_bits`
     EXACT: tl.constexpr,  # whether that allows exact float64 sums
@@ -126,55 +126,50 @@ def _whole_kernel(
         tops = tl.load(top_ptr + at, mask=block < all_blocks, other=-_INF).to(tl.float32)
         highest = rank_of(peak, SHIFT)
         have = tl.full([], _LISTED + 1, tl.int32)
-        top_k = tl.full([], 0, tl.int64)
-        top_p = tl.full([], _TOP_P_ONE, tl.int64)
-        if TOP_P:
-            top_p = tl.load(top_p_ptr + row)
-        if not NUCLEUS:
-            mass = mass_ptr + row.to(tl.int64) * segments * _PARTS
+        top_k = tl.where(use_top_k > 0, tl.load(top_k_ptr + row), vocab_size)
+        top_p = tl.where(use_top_p > 0, tl.load(top_p_ptr + row), _TOP_P_ONE)
+        mass = mass_ptr + row.to(tl.int64) * segments * _PARTS
 
-        if TOP_K:
-            top_k = tl.load(top_k_ptr + row)
-            if (top_k < vocab_size) & (holder >= 0):
-                least = tl.maximum(floor, largest_top(tops, top_k, highest, SHIFT))
-                few = choose(listed, tops >= least, block)
-                if top_k <= _LISTED:
-                    have = list_tokens(
-                        tokens, x, own, listed, few, least,
-                        stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                        TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
-                    )  # fmt: skip
-                if have > _LISTED:
-                    count, _more, _most = amounts(
-                        x, own, listed, few, least, least, least, peak, least, 0.0, scale,
-                        stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                        False, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
-                        BLOCKS, CHUNK, STEPS, TILE,
-                    )  # fmt: skip
-                    low = rank_of(least, SHIFT)
-                    target = tl.minimum(count, top_k)
-                    beyond = tl.zeros([], tl.int64)
-                    r1, r2 = expect(low, count, highest, beyond, target, SHIFT)
-                    rank = search(
-                        x, own, listed, few, low, highest, count, beyond, target, r1, r2,
-                        peak, least, 0.0, scale,
-                        stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                        False, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
-                        BLOCKS, CHUNK, STEPS, TILE,
-                    )  # fmt: skip
-                    floor = tl.maximum(floor, value_of(rank, SHIFT))
+        if (top_k < vocab_size) & (holder >= 0):
+            least = tl.maximum(floor, largest_top(tops, top_k, highest, SHIFT))
+            few = choose(listed, tops >= least, block)
+            if top_k <= _LISTED:
+                have = list_tokens(
+                    tokens, x, own, listed, few, least,
+                    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                    TOP, UNIT, ALIGNED, BLOCKS, CHUNK, STEPS, TILE,
+                )  # fmt: skip
+            if have > _LISTED:
+                count, _more, _most = amounts(
+                    x, own, listed, few, least, least, least, peak, least, 0.0, scale,
+                    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                    False, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
+                    BLOCKS, CHUNK, STEPS, TILE,
+                )  # fmt: skip
+                low = rank_of(least, SHIFT)
+                target = tl.minimum(count, top_k)
+                beyond = tl.zeros([], tl.int64)
+                r1, r2 = expect(low, count, highest, beyond, target, SHIFT)
+                rank = search(
+                    x, own, listed, few, low, highest, count, beyond, target, r1, r2,
+                    peak, least, 0.0, scale,
+                    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                    False, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
+                    BLOCKS, CHUNK, STEPS, TILE,
+                )  # fmt: skip
+                floor = tl.maximum(floor, value_of(rank, SHIFT))
 
         if have <= _LISTED:  # every token that is kept is
             least, _ = row_limits(peak, floor, scale)
             value, counts, masses = listed_amounts(
-                tokens, have, peak, least, scale, unit_bits, TOP_P, EXACT
+                tokens, have, peak, least, scale, unit_bits, top_p < _TOP_P_ONE, EXACT
             )
             enough = counts >= tl.minimum(have, top_k)
             floor = tl.maximum(floor, tl.max(tl.where(enough, value, -_INF), 0))
             if top_p < _TOP_P_ONE:
                 enough = masses >= fraction(tl.max(tl.where(value >= floor, masses, 0), 0), top_p)
                 floor = tl.maximum(floor, tl.max(tl.where(enough, value, -_INF), 0))
-            if not NUCLEUS:
+            if floors == 0:
                 column = listed_columns(tokens, have)
                 least, _ = row_limits(peak, floor, scale)
                 weights = integer_weight(value, peak, least, scale, unit_bits, EXACT)
@@ -184,32 +179,29 @@ def _whole_kernel(
                 token = tl.load(first_ptr + column // width) + column % width
                 tl.store(argmax_ptr + row, token)
         else:
-            if TOP_P:
-                mine = (holder >= 0) & (top_p < _TOP_P_ONE)
-                if NUCLEUS:
-                    mine = mine & (top_k < vocab_size)
-                if mine:
-                    least, lowest = row_limits(peak, floor, scale)
-                    few = choose(listed, tops >= least, block)
-                    all_mass, _more, _most = amounts(
-                        x, own, listed, few, least, least, least, peak, least, lowest, scale,
-                        stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                        True, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
-                        BLOCKS, CHUNK, STEPS, TILE,
-                    )  # fmt: skip
-                    target = fraction(all_mass, top_p)
-                    low = rank_of(least, SHIFT)
-                    beyond = tl.zeros([], tl.int64)
-                    r1, r2 = expect(low, all_mass, highest, beyond, target, SHIFT)
-                    rank = search(
-                        x, own, listed, few, low, highest, all_mass, beyond, target, r1, r2,
-                        peak, least, lowest, scale,
-                        stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
-                        True, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
-                        BLOCKS, CHUNK, STEPS, TILE,
-                    )  # fmt: skip
-                    floor = tl.maximum(floor, value_of(rank, SHIFT))
-            if not NUCLEUS:
+            mine = (floors == 0) | (top_k < vocab_size)
+            if mine & (holder >= 0) & (top_p < _TOP_P_ONE):
+                least, lowest = row_limits(peak, floor, scale)
+                few = choose(listed, tops >= least, block)
+                all_mass, _more, _most = amounts(
+                    x, own, listed, few, least, least, least, peak, least, lowest, scale,
+                    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                    True, PACKED, TOP, UNIT, ALIGNED, unit_bits, EXACT,
+                    BLOCKS, CHUNK, STEPS, TILE,
+                )  # fmt: skip
+                target = fraction(all_mass, top_p)
+                low = rank_of(least, SHIFT)
+                beyond = tl.zeros([], tl.int64)
+                r1, r2 = expect(low, all_mass, highest, beyond, target, SHIFT)
+                rank = search(
+                    x, own, listed, few, low, highest, all_mass, beyond, target, r1, r2,
+                    peak, least, lowest, scale,
+                    stride_s, stride_v, first_ptr, source, width, part_columns, vocab_size,
+                    True, PACKED, TOP, UNIT, ALIGNED, SHIFT, unit_bits, EXACT,
+                    BLOCKS, CHUNK, STEPS, TILE,
+                )  # fmt: skip
+                floor = tl.maximum(floor, value_of(rank, SHIFT))
+            if floors == 0:
                 least, lowest = row_limits(peak, floor, scale)
                 few = choose(listed, tops >= least, block)
                 for start in range(0, few, TILE // (STEPS * CHUNK)):
@@ -233,7 +225,7 @@ def _whole_kernel(
                     )  # fmt: skip
                     tl.store(argmax_ptr + row, first + column)
         tl.store(floor_ptr + row, floor)
-        if not NUCLEUS:
+        if floors == 0:
             tl.store(peak_ptr + row, peak)
             tl.store(nans_ptr + row, nans)
 
@@ -288,10 +280,13 @@ def weigh(
             top_p_R,
             peak_R,
             floor_R,
-            None if filter_top_p_alone else mass_RSC.zero_(),
+            mass_RSC if filter_top_p_alone else mass_RSC.zero_(),
             argmax_R,
             nans_R,
             edit_arguments(edits, first_id_S),
+            int(filter_top_k),
+            int(filter_top_p),
+            int(filter_top_p_alone),
             R,
             S,
             v,
@@ -302,9 +297,6 @@ def weigh(
             ALIGNED=v % CHUNK == 0,
             PACKED=S * v < 1 << 21,
             HAS_ROWS=rows_R is not None,
-            TOP_K=filter_top_k,
-            TOP_P=filter_top_p,
-            NUCLEUS=filter_top_p_alone,
             SHIFT=SHIFT_OF[value_dtype(edits, x_NSv.dtype)],
             unit_bits=bits,
             EXACT=bits <= EXACT_BITS,
