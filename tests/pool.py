@@ -55,7 +55,8 @@ WORLDS = ("cpu:1", "cpu:2", "cpu:4", "cuda:1", "cuda:2")
 FEW_WORLDS = ("cpu:1", "cpu:4", "cuda:1", "cuda:2")
 # Worlds beside these two, for who has more devices or time: "cuda:4 cuda:8".
 MORE_WORLDS = tuple(os.environ.get("DTENSOR_SAMPLE_TEST_WORLDS", "").split())
-JOB_TIMEOUT_S = 60.0
+# On a GPU the first job of a kind compiles its kernels: 60 s were seen, beside other tests.
+JOB_TIMEOUT_S = {"cpu": 60.0, "cuda": 100.0}
 START_TIMEOUT_S = 100.0
 GROUP_TIMEOUT = timedelta(seconds=30)
 # After one rank failed, how long the others may take to fail by themselves and be reported too.
@@ -142,7 +143,7 @@ class Ranks:
         return self.world.size
 
     def run(
-        self, body: Callable[..., Any], *args: Any, timeout: float = JOB_TIMEOUT_S, **kwargs: Any
+        self, body: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
         """Call `body(mesh, *args, **kwargs)` on every rank; return the results in rank order.
 
@@ -150,11 +151,12 @@ class Ranks:
         `torch.manual_seed(0)`. An error that is expected must be caught inside the body.
 
         Raises:
-            WorkerError: A rank raised, died, or had not returned after `timeout` seconds.
+            WorkerError: A rank raised, died, or had not returned after `timeout` seconds, of
+                JOB_TIMEOUT_S unless given.
         """
         __tracebackhide__ = True
         job = _dumps((body, args, kwargs))  # before a pool is touched: this may fail
-        return self.pools.get(self.world).run(job, timeout)
+        return self.pools.get(self.world).run(job, timeout or JOB_TIMEOUT_S[self.device_type])
 
 
 def start_server() -> None:
