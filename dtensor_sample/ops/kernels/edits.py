@@ -36,6 +36,7 @@ def row_edits(row, edits):
 
 @triton.jit
 def _own(row, edits):
+    """What `row_edits` tells where something is edited."""
     (
         first_ptr, row_ptr, table_ptr, biased, bias, counts, W, rates, drafts, K,
         banned, B, masks, mask_row_ptr, words, mask_stride, mask_width, mask_id_ptr,
@@ -102,7 +103,7 @@ def edit(x, column, present, edits, CHUNKS: tl.constexpr = False):
         CHUNKS: every eight columns are neighbours, which a thread has: their bits are read at once.
     """
     known, first, W, biased, bias, banned, B, masked, words, mask_width, shift = edits[:11]
-    x = tl.where(x > -_INF, x, float("nan"))  # which what was -inf remains to the end
+    x = tl.where(x > -_INF, x, float("nan"))  # NaN is what becomes -inf at the end
     column = column.to(tl.int32)
     if known:
         here = present & (column < W)
