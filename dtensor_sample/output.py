@@ -41,7 +41,8 @@ class TokenLogprobs:
     """[B, K + 1, c] int64: the kept tokens, likeliest first; if there are more than fit, the
     likeliest."""
     kept_logprobs: Tensor
-    """[B, K + 1, c] float32: their log-probabilities, which add up to 1 if all of them fit."""
+    """[B, K + 1, c] float32: their log-probabilities, which add up to 1 if all of them fit; -inf
+    also of a kept token whose own lies beyond float32, as of a logit of its least number."""
     kept_overflow: Tensor
     """[B, K + 1] bool: whether more tokens were kept than the request's `kept_capacity`."""
     entropy: Tensor

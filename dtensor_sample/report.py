@@ -114,34 +114,39 @@ def _describe(
         kept_NX = torch.where(greedy_N[:, None], own_NX, value_NX >= drawn.floor_R[:, None])
         return torch.where(kept_NX, value_NX, -torch.inf)
 
-    def shown(value_NX: Tensor, id_NX: Tensor) -> Tensor:
-        """Values in the state's mode."""
+    def possible(value_NX: Tensor, id_NX: Tensor) -> Tensor:
+        """Values of what the state's mode tells of, -inf of all else."""
+        return value_NX if mode.startswith("raw") else kept(value_NX, id_NX)
+
+    def shown(value_NX: Tensor) -> Tensor:
+        """Possible values in the state's mode."""
         if mode == "raw_logits":
             return value_NX
         if mode == "processed_logits":
-            return _scaled(kept(value_NX, id_NX), drawn.scale_R)
-        if mode == "processed_logprobs":
-            value_NX = kept(value_NX, id_NX)
+            return _scaled(value_NX, drawn.scale_R)
         found_NX: Tensor = ops.log_probability(value_NX, *seen_share, V)
         return found_NX
 
     def best(packed_NPX: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return ops.unpack_top(packed_NPX.flatten(1).topk(count).values)
 
-    shown_NI = shown(value_NI, ids_NI)
-    top_value_NT, top_id_NT = best(tops[0] if wants.top else none_N1, wants.top)
-    top_NT = shown(top_value_NT, top_id_NT)
-    kept_value_NC, kept_id_NC = best(tops[-1] if wants.kept else none_N1, wants.kept)
-    kept_NC = ops.log_probability(kept(kept_value_NC, kept_id_NC), *share, V)
+    def listed(value_NX: Tensor, id_NX: Tensor) -> Tensor:
+        """Ids of possible values, though their log-probability may be -inf in float32."""
+        return torch.where(value_NX > -torch.inf, id_NX, -1)
+
+    top_NT, top_id_NT = best(tops[0] if wants.top else none_N1, wants.top)
+    top_NT = possible(top_NT, top_id_NT)
+    kept_NC, kept_id_NC = best(tops[-1] if wants.kept else none_N1, wants.kept)
+    kept_NC = kept(kept_NC, kept_id_NC)
     entropy_N = ops.entropy(seen_share[2], torch.where(certain_N, 0, spread_N), V)
     return [
-        shown_NI,
+        shown(possible(value_NI, ids_NI)),
         torch.where(told_N, 1 + larger_N, 0)[:, None],
-        torch.where(top_NT > -torch.inf, top_id_NT, -1),
-        top_NT,
+        listed(top_NT, top_id_NT),
+        shown(top_NT),
         torch.where(greedy_N, 1, num_kept_N)[:, None],
-        torch.where(kept_NC > -torch.inf, kept_id_NC, -1),
-        kept_NC,
+        listed(kept_NC, kept_id_NC),
+        ops.log_probability(kept_NC, *share, V),
         entropy_N[:, None],
     ]
 

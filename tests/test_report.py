@@ -464,6 +464,23 @@ def test_kept_tokens_replay_the_distribution(ranks, exchange):
             assert told["num_kept"].item() == len(left) < V
 
 
+@worlds("cpu:1", "cpu:2", "cuda:2")
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_kept_tokens_beyond_float32(ranks, exchange):
+    """Catches ids left out of what `num_kept` counts, since their log-probabilities are -inf."""
+    least = torch.finfo(torch.float32).min
+    row = [1.0, 0.5, least, least, 2.0, -math.inf]
+    asks = SamplingParams(temperature=0.8, seed=0, kept_capacity=6, logprobs=6)
+    left = (torch.tensor(row[:2] + row[4:5]) / 0.8).log_softmax(0)[[2, 0, 1]].tolist()
+    for mode in MODES:
+        for _, told in ranks.run(one_request, row, asks, mode, exchange):
+            assert told["num_kept"].item() == 5
+            for name in ("kept_ids", "top_ids"):
+                assert told[name].flatten().tolist() == [4, 0, 1, 2, 3, -1]
+            kept = floats(told["kept_logprobs"]).flatten().tolist()
+            assert kept == pytest.approx([*left, *[-math.inf] * 3], abs=1e-5)
+
+
 @worlds("cpu:2")
 def test_a_request_without_filters_keeps_all(ranks):
     """Catches a list of the whole vocabulary where a count says as much."""
