@@ -56,12 +56,13 @@ class SamplerOutput:
     token_ids: Tensor
     """[B, K + 1] int64: each request's new tokens, then -1."""
     num_sampled: Tensor
-    """[B] int64: new tokens; 0 where the row failed."""
+    """[B] int64: new tokens: accepted drafts and, unless the request failed, one more."""
     num_rejected: Tensor
     """[B] int64: draft tokens refused, or never judged after one that was."""
     num_nans: Tensor
     """[B] int64: NaN logits in the request's rows."""
     failed: Tensor
-    """[B] bool: no token was left to choose (all NaN or -inf): its token id is -1."""
+    """[B] bool: in the row of the token after the accepted drafts, or the only row, no token was
+    left to choose (all NaN or -inf): there its token id is -1."""
     logprobs: TokenLogprobs | None = None
     """What requests asked to be told of their tokens; None if none did."""
