@@ -63,7 +63,7 @@ def real(name: str, value: object, low: float = 0.0, high: float = math.inf) -> 
     if high == math.inf:
         expected = f"a finite number >= {low:g}"
     try:
-        if isinstance(value, bool | np.bool_ | str | bytes):
+        if isinstance(value, bool | np.bool_ | np.complexfloating | str | bytes):
             raise TypeError
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):

@@ -257,6 +257,10 @@ class TokenBitmask:
                 "bitmask must be a plain int32 tensor of shape [rows, words], got "
                 f"{type(mask).__name__} of {mask.dtype} and shape {list(mask.shape)}"
             )
+        if mask.device.type not in ("cpu", plan.state.device.type):
+            raise ValueError(
+                f"bitmask must be on the host or on {plan.state.device}, got {mask.device}"
+            )
         chosen = self._chosen(plan)
         lanes = len(plan.batch_slots)
         rows = sum(n for n, flag in zip(plan.num_logits, chosen, strict=True) if flag)

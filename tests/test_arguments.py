@@ -6,6 +6,7 @@ The message says which argument, what it was and what was expected, and the next
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
@@ -57,9 +58,9 @@ class Bench:
     def plan(self, slots=(0, 1, 2), *args, **kwargs):
         return self.sharder.plan(slots, *args, **kwargs)
 
-    def mask(self, requests: Any) -> None:
+    def mask(self, requests: Any, device: Any = None) -> None:
         """Check a grammar's mask of one row."""
-        bitmask = torch.ones(1, 1, dtype=torch.int32, device=self.full.device)
+        bitmask = torch.ones(1, 1, dtype=torch.int32, device=device or self.full.device)
         TokenBitmask(bitmask=bitmask, requests=requests).check(self.plan())
 
     def step(self) -> list[int]:
@@ -76,6 +77,10 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "temperature infinite": (lambda b: P(temperature=INF), ("temperature", "inf", "finite")),
     "temperature NaN": (lambda b: P(temperature=NAN), ("temperature", "nan", "finite")),
     "temperature text": (lambda b: P(temperature="hot"), ("temperature", "hot", "number")),
+    "temperature complex": (
+        lambda b: P(temperature=np.complex64(1)),
+        ("temperature", "complex64", "number"),
+    ),
     "temperature None": (lambda b: P(temperature=None), ("temperature", "None", "number")),
     "top_k fraction": (lambda b: P(top_k=1.5), ("top_k", "1.5", "integer")),
     "top_k bool": (lambda b: P(top_k=True), ("top_k", "True", "integer")),
@@ -148,6 +153,10 @@ CASES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "mask: requests no list": (
         lambda b: b.mask(3),
         ("requests", "sequence of bools", "int"),
+    ),
+    "mask on another device": (
+        lambda b: b.mask([True, False, False], "meta"),
+        ("bitmask", "meta", "host"),
     ),
     "mask: requests no bools": (lambda b: b.mask([1, 0, 0]), ("requests[0]", "bool", "1")),
     "mask: requests too few": (lambda b: b.mask([True]), ("requests", "3 entries", "1")),
